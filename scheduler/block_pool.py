@@ -1,0 +1,148 @@
+"""Device blocks: who may use which. Owns reference counts and the order in which free blocks are reused.
+
+Knows nothing of tokens, requests or prefixes: the PrefixTree says which blocks hold something worth keeping
+and is told when one is taken away (`on_evict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from octavo.protos.errors import IntegrityError
+
+
+class FreeBlockQueue:
+    """Free blocks in the order of reuse: an intrusive doubly linked list in two flat arrays.
+
+    Append, pop and removal from the middle are O(1). Removal matters because a cached free block is revived
+    when a prompt finds its prefix again. Index `num_blocks` is the sentinel that closes the ring.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._sentinel = num_blocks
+        # Python lists of ints beat numpy scalars about five times for single reads and writes.
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
+        self._size = num_blocks
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._next[self._sentinel]
+        while block != self._sentinel:
+            yield block
+            block = self._next[block]
+
+    def pop(self) -> int:
+        """The block that has been free the longest."""
+        block = self._next[self._sentinel]
+        assert block != self._sentinel, "pop from an empty free queue"
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        assert before >= 0, f"block {block} is not free"
+        self._next[before] = after
+        self._prev[after] = before
+        self._prev[block] = self._next[block] = -1
+        self._size -= 1
+
+    def append(self, block: int) -> None:
+        """To the end: reused last."""
+        self._insert(self._prev[self._sentinel], block)
+
+    def appendleft(self, block: int) -> None:
+        """To the front: reused first. For blocks that hold nothing worth keeping."""
+        self._insert(self._sentinel, block)
+
+    def _insert(self, before: int, block: int) -> None:
+        assert self._prev[block] < 0, f"block {block} is free twice"
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after
+        self._size += 1
+
+
+class BlockPool:
+    """Reference counts over `num_blocks` blocks. A block is in the free queue or referenced, never both.
+
+    `is_cached(block)` tells that a free block's content can be found again; `on_evict(block)` is called before
+    such a block is given to somebody else.
+    """
+
+    def __init__(
+        self, num_blocks: int, *, is_cached: Callable[[int], bool], on_evict: Callable[[int], None]
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._free = FreeBlockQueue(num_blocks)
+        self._is_cached = is_cached
+        self._on_evict = on_evict
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def free_blocks(self) -> Iterator[int]:
+        """Free blocks, the next to be reused first."""
+        return iter(self._free)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def allocate(self) -> int:
+        """A block with one reference. The caller has checked `num_free`."""
+        block = self._free.pop()
+        if self._is_cached(block):
+            self._on_evict(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more reference; revives a cached free block."""
+        if self._ref_counts[block] == 0:
+            self._free.remove(block)
+        self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> int:
+        """Drop one reference of each, last block first, and return how many became free.
+
+        The tail of a sequence goes into the queue before its head, so that a prefix outlives what follows it:
+        the front of the queue is always a leaf of the prefix tree.
+        """
+        freed = 0
+        for block in blocks:
+            count = self._ref_counts[block]
+            assert count > 0, f"block {block} released more often than acquired"
+            self._ref_counts[block] = count - 1
+            if count == 1:
+                freed += 1
+                if self._is_cached(block):
+                    self._free.append(block)
+                else:
+                    self._free.appendleft(block)
+        return freed
+
+    def check_integrity(self, holders: Iterable[int]) -> None:
+        """Raise `IntegrityError` unless the counts equal the references in `holders` (a block per reference)."""
+        want = np.bincount(np.fromiter(holders, np.int64), minlength=self.num_blocks)
+        have = np.asarray(self._ref_counts)
+        if len(want) != self.num_blocks or (want != have).any():
+            bad = np.flatnonzero(want[: self.num_blocks] != have)[:5].tolist()
+            raise IntegrityError(
+                f"blocks {bad} have counts {have[bad].tolist()} but {want[bad].tolist()} holders"
+            )
+        free = list(self._free)
+        if len(free) != len(self._free) or len(set(free)) != len(free):
+            raise IntegrityError("the free queue is not a list of distinct blocks")
+        if sorted(free) != np.flatnonzero(have == 0).tolist():
+            raise IntegrityError("the free queue is not the set of unreferenced blocks")

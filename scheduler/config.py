@@ -1,0 +1,62 @@
+"""What the scheduler is told once: frozen, validated, and never read from anywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.protos.errors import ConfigError
+
+PREEMPTION_MODES = ("auto", "recompute")
+"""`swap` needs a host pool, which this version does not have; `auto` picks the cheapest way there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one worker's scheduler. Raises `ConfigError` naming the option."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    """Branches that may run at once; each has a row on the worker."""
+    max_num_batched_tokens: int = 512
+    """The token budget of one step."""
+    max_model_len: int = 8192
+    """Prompt plus output tokens of one branch."""
+    pipeline_depth: int = 2
+    """Plans that may be out before the first result is in."""
+    preemption: str = "auto"
+    prefix_cache: bool = True
+    itl_target: float | None = None
+    """Seconds a step may take; the budget of each step follows from it through the StepTimeModel."""
+    max_waiting: int = 4096
+    """Requests that may queue; one more is an `OverloadedError`."""
+    epoch: int = 1
+    """Who plans; goes into every plan (fencing)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "pipeline_depth",
+            "max_waiting",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+        if self.preemption not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}",
+                param="preemption",
+            )
+        if self.itl_target is not None and not 0 < self.itl_target < float("inf"):
+            raise ConfigError(
+                f"itl_target must be a number of seconds above 0, got {self.itl_target!r}", param="itl_target"
+            )
+
+    @property
+    def max_pool_tokens(self) -> int:
+        """Tokens that the whole pool holds: no single request can have KV for more."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,97 @@
+"""What happened, one type a transition: the only way in which the scheduler tells anybody anything.
+
+The coordinator turns `TokensOut` and `Finished` into replies, the others into timelines and counters.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from octavo.protos.types import FinishReason, RequestMetrics, TokenLogprobs
+
+
+class PreemptionKind(str, enum.Enum):
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    request_id: str
+    time: float
+    """As handed to the call that caused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued(Event):
+    """Accepted; waits for its first admission."""
+
+    queue_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """waiting -> running for the first time."""
+
+    num_prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlanned(Event):
+    """A piece of the prefill got its place in a step."""
+
+    branch: int
+    start: int
+    num_tokens: int
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked(Event):
+    """The prompt is computed; all `num_branches` branches go on from it, sharing its blocks."""
+
+    num_branches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """running -> waiting again: its blocks went to others. `recompute_seconds` is what that will cost."""
+
+    kind: PreemptionKind
+    freed_blocks: int
+    lost_tokens: int
+    recompute_seconds: float
+    swap_seconds: float | None = None
+    """None where there is no host pool to swap to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """waiting again -> running."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut(Event):
+    """New output tokens of one branch, in order, each exactly once."""
+
+    branch: int
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """One branch ended; `request_finished` with the last of its request, which ends exactly once."""
+
+    branch: int
+    reason: FinishReason
+    request_finished: bool
+    num_output_tokens: int
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+    """With `request_finished`."""

@@ -1,0 +1,121 @@
+"""A StepPlan under construction, and what must be remembered of it until its result is in."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.protos.types import Int32Array, NewSequence, StepPlan
+from octavo.scheduler.sequence import Sequence
+
+
+def _int32(values: list[int], width: int = 0) -> Int32Array:
+    # array("i") converts a list of ints about twice as fast as np.array does.
+    flat = np.frombuffer(array("i", values), np.int32)
+    return flat.reshape(-1, width) if width else flat
+
+
+@dataclass(slots=True)
+class PlanRecord:
+    """A plan that is under way. `samples` are the sequences of its `sample_rows`, in order."""
+
+    step_id: int
+    samples: list[Sequence]
+    num_tokens: int
+    num_rows: int
+    context_tokens: int
+    """Sum of the context lengths that the step reads."""
+
+
+class PlanBuilder:
+    """Collects one step. Order of calls is the order of rows."""
+
+    def __init__(self, released_rows: list[int]) -> None:
+        self.released_rows = released_rows
+        self.new_sequences: list[NewSequence] = []
+        self.block_updates: list[int] = []
+        self.forks: list[int] = []
+        self.block_copies: list[int] = []
+        self.rows: list[int] = []
+        self.num_tokens: list[int] = []
+        self.start_positions: list[int] = []
+        self.sample_rows: list[int] = []
+        self.sample_indices: list[int] = []
+        self.samples: list[Sequence] = []
+        self.num_scheduled_tokens = 0
+        self.context_tokens = 0
+
+    def update_block(self, row: int, index: int, block: int) -> None:
+        self.block_updates += (row, index, block)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self.block_copies += (source, destination)
+
+    def add_sequence(self, seq: Sequence) -> None:
+        """Tell the worker all of a branch that it has no row for; its table so far goes along as updates."""
+        row, group = seq.row, seq.group
+        assert row is not None
+        self.new_sequences.append(
+            NewSequence(
+                row=row,
+                request=group.request,
+                branch=seq.branch,
+                max_tokens=group.max_tokens,
+                token_ids=np.frombuffer(seq.token_ids.tobytes(), np.int32),
+                num_computed_tokens=seq.num_computed_tokens,
+            )
+        )
+        for index, block in enumerate(seq.block_table):
+            self.update_block(row, index, block)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert parent.row is not None
+        assert child.row is not None
+        self.forks += (parent.row, child.row, child.branch)
+
+    def schedule(self, seq: Sequence, num_tokens: int) -> None:
+        """Run the next `num_tokens` of `seq`; where that is all it has, sample its next token."""
+        assert seq.row is not None
+        self.rows.append(seq.row)
+        self.num_tokens.append(num_tokens)
+        self.start_positions.append(seq.num_computed_tokens)
+        self.num_scheduled_tokens += num_tokens
+        seq.num_computed_tokens += num_tokens
+        self.context_tokens += seq.num_computed_tokens
+        if seq.num_computed_tokens == seq.num_total_tokens:
+            self.sample(seq, len(self.rows) - 1)
+
+    def sample(self, seq: Sequence, index: int) -> None:
+        assert seq.row is not None
+        self.sample_rows.append(seq.row)
+        self.sample_indices.append(index)
+        self.samples.append(seq)
+        seq.num_total_tokens += 1
+        seq.num_pending += 1
+        seq.num_planned_outputs += 1
+
+    @property
+    def empty(self) -> bool:
+        return not self.rows and not self.released_rows
+
+    def build(self, step_id: int, epoch: int) -> tuple[StepPlan, PlanRecord]:
+        plan = StepPlan(
+            step_id=step_id,
+            epoch=epoch,
+            released_rows=_int32(self.released_rows),
+            new_sequences=tuple(self.new_sequences),
+            block_updates=_int32(self.block_updates, 3),
+            forks=_int32(self.forks, 3),
+            block_copies=_int32(self.block_copies, 2),
+            rows=_int32(self.rows),
+            num_tokens=_int32(self.num_tokens),
+            start_positions=_int32(self.start_positions),
+            sample_rows=_int32(self.sample_rows),
+            sample_indices=_int32(self.sample_indices),
+        )
+        record = PlanRecord(
+            step_id, self.samples, self.num_scheduled_tokens, len(self.rows), self.context_tokens
+        )
+        return plan, record

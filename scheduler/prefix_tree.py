@@ -1,0 +1,189 @@
+"""Which prefixes have their KV in device blocks: a radix tree on token ids at block granularity.
+
+Owns the map from (salt, adapter, tokens) to blocks. Does not own the blocks: reference counts and the order of
+eviction are the BlockPool's, which calls `evict` when it gives a free cached block away. Nodes compress runs
+of blocks (the radix tree of SGLang's RadixAttention, section 3 of arXiv:2312.07104, with whole blocks of
+PagedAttention, arXiv:2309.06180, as its alphabet).
+
+Tokens themselves are the keys, compared byte by byte, so a hash collision can never give a wrong block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octavo.protos.errors import IntegrityError
+
+RootKey = tuple[str, str]
+"""(cache salt, adapter): a tuple, never a joined string, so no crafted salt reaches another tenant's tree."""
+
+TOKEN_BYTES = 4
+
+
+class _Node:
+    """A run of blocks with one way in. `tokens` is the run's int32 token ids, `blocks` one id per block."""
+
+    __slots__ = ("blocks", "children", "parent", "root_key", "tokens")
+
+    def __init__(self, parent: _Node | None, root_key: RootKey) -> None:
+        self.parent = parent
+        self.root_key = root_key
+        self.tokens = bytearray()
+        self.blocks: list[int] = []
+        self.children: dict[bytes, _Node] = {}
+        """By the tokens of the child's first block."""
+
+
+class PrefixTree:
+    """Exact prefix lookup over at most `num_blocks` blocks; all operations are linear in the blocks touched."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._width = block_size * TOKEN_BYTES
+        self._roots: dict[RootKey, _Node] = {}
+        self._node_of: list[_Node | None] = [None] * num_blocks
+        self._index_of = [0] * num_blocks
+        self.num_blocks = 0
+        """Blocks in the tree, free or in use."""
+
+    def __contains__(self, block: int) -> bool:
+        return self._node_of[block] is not None
+
+    def match(self, root_key: RootKey, tokens: bytes, max_blocks: int) -> list[int]:
+        """Blocks of the longest known prefix of `tokens` (int32 bytes), at most `max_blocks`. Changes nothing."""
+        width = self._width
+        limit = min(max_blocks, len(tokens) // width) * width
+        node = self._roots.get(root_key)
+        found: list[int] = []
+        at = 0
+        while node is not None and at < limit:
+            child = node.children.get(tokens[at : at + width])
+            if child is None:
+                break
+            size = len(child.tokens)
+            if at + size <= limit and tokens.startswith(child.tokens, at):
+                found += child.blocks
+                at += size
+                node = child
+                continue
+            for index, block in enumerate(child.blocks):
+                here = index * width
+                if at >= limit or child.tokens[here : here + width] != tokens[at : at + width]:
+                    break
+                found.append(block)
+                at += width
+            break
+        return found
+
+    def extend(self, root_key: RootKey, after: int | None, tokens: bytes, blocks: list[int]) -> list[int]:
+        """Enter `blocks`, holding the KV of `tokens`, behind the tree's block `after` (None: at the root).
+
+        Returns the tree's block for each place: the given one where it was new, the one that was there already
+        otherwise (the caller then drops its copy, so that whoever holds a block holds the tree's own path to it).
+        The KV of `blocks` must have been computed by an earlier plan.
+        """
+        width = self._width
+        assert len(tokens) == len(blocks) * width
+        if after is None:
+            node = self._roots.setdefault(root_key, _Node(None, root_key))
+            place = 0
+        else:
+            holder = self._node_of[after]
+            assert holder is not None, f"block {after} is not in the tree"
+            node, place = holder, self._index_of[after] + 1
+        kept: list[int] = []
+        for number, block in enumerate(blocks):
+            key = tokens[number * width : (number + 1) * width]
+            if place < len(node.blocks):
+                if node.tokens[place * width : (place + 1) * width] == key:
+                    kept.append(node.blocks[place])
+                    place += 1
+                    continue
+                self._split(node, place)
+            child = node.children.get(key)
+            if child is not None:
+                kept.append(child.blocks[0])
+                node, place = child, 1
+                continue
+            if node.children or node.parent is None:
+                child = _Node(node, node.root_key)
+                node.children[key] = child
+                node = child
+            node.tokens += key
+            self._place(node, len(node.blocks), block)
+            node.blocks.append(block)
+            self.num_blocks += 1
+            kept.append(block)
+            place = len(node.blocks)
+        return kept
+
+    def evict(self, block: int) -> None:
+        """Forget a block: the last of a run that nothing continues, which the pool's order guarantees."""
+        node = self._node_of[block]
+        assert node is not None, f"block {block} is not in the tree"
+        last = not node.children and node.blocks[-1] == block
+        assert last, f"block {block} is evicted before what follows it"
+        self._node_of[block] = None
+        self.num_blocks -= 1
+        key = bytes(node.tokens[: self._width])
+        node.blocks.pop()
+        del node.tokens[-self._width :]
+        while not node.blocks and not node.children:
+            parent = node.parent
+            if parent is None:
+                del self._roots[node.root_key]
+                return
+            del parent.children[key]
+            # A parent that has run out of children stays, with its blocks; only an empty root goes too.
+            node = parent
+
+    def _place(self, node: _Node, index: int, block: int) -> None:
+        assert self._node_of[block] is None, f"block {block} is in the tree twice"
+        self._node_of[block] = node
+        self._index_of[block] = index
+
+    def _split(self, node: _Node, place: int) -> None:
+        """Cut a run in two so that another branch can leave at `place`."""
+        tail = _Node(node, node.root_key)
+        cut = place * self._width
+        tail.tokens, tail.blocks, tail.children = node.tokens[cut:], node.blocks[place:], node.children
+        del node.tokens[cut:], node.blocks[place:]
+        node.children = {bytes(tail.tokens[: self._width]): tail}
+        for child in tail.children.values():
+            child.parent = tail
+        for index, block in enumerate(tail.blocks):
+            self._node_of[block] = tail
+            self._index_of[block] = index
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def paths(self) -> Iterator[tuple[int | None, int]]:
+        """Every (block before, block) of the tree; None before a first block."""
+        for node in self._nodes():
+            before = node.parent.blocks[-1] if node.parent and node.parent.blocks else None
+            for block in node.blocks:
+                yield before, block
+                before = block
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` on a broken link, a block in two places or a miscounted run."""
+        seen: set[int] = set()
+        for node in self._nodes():
+            if len(node.tokens) != len(node.blocks) * self._width:
+                raise IntegrityError("a prefix node's tokens and blocks differ in length")
+            if node.parent is not None and not node.blocks:
+                raise IntegrityError("an empty prefix node was left behind")
+            for index, block in enumerate(node.blocks):
+                if block in seen or self._node_of[block] is not node or self._index_of[block] != index:
+                    raise IntegrityError(f"block {block} is misplaced in the prefix tree")
+                seen.add(block)
+            for key, child in node.children.items():
+                if child.parent is not node or bytes(child.tokens[: self._width]) != key:
+                    raise IntegrityError("a prefix node hangs under the wrong key")
+        if len(seen) != self.num_blocks or sum(node is not None for node in self._node_of) != len(seen):
+            raise IntegrityError("the prefix tree's block count is wrong")

@@ -1,0 +1,90 @@
+"""Which worker gets a request: the one on which it will start soonest.
+
+Asks each worker's scheduler, so its knowledge of cached prefixes is exact. Chooses and reserves in one call: the
+request stands in the chosen queue before the next one is routed, so that a burst does not herd to one worker.
+Filter, score and pick follow one another as in llm-d's scheduler; all scores go into the `Routed` event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from octavo.protos.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from octavo.protos.types import Request
+from octavo.scheduler.events import Event
+from octavo.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Why a worker was or was not chosen. Lower is better."""
+
+    worker_id: str
+    ttft_seconds: float
+    """Predicted: prefill queued before this request, plus what of its own prompt is not cached."""
+    load_seconds: float
+    """Price of one more branch in the decode batch that it joins."""
+    cached_tokens: int
+
+    @property
+    def total_seconds(self) -> float:
+        return self.ttft_seconds + self.load_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Routed(Event):
+    """A worker was chosen and the request stands in its queue."""
+
+    worker_id: str
+    scores: tuple[Score, ...]
+
+
+class Router:
+    """Filter, score, pick, reserve. Same seed and same calls, same choices."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._count = 0
+
+    def route(
+        self, request: Request, workers: Mapping[str, Scheduler], now: float
+    ) -> tuple[str, list[Event]]:
+        """Put `request` into the best worker's queue; returns that worker's id and what happened.
+
+        Raises `UnavailableError` without workers, `RequestTooLargeError` when it can never fit on any, and
+        `OverloadedError` when all that could take it are full.
+        """
+        if not workers:
+            raise UnavailableError("no worker is ready")
+        scores = tuple(self._score(worker_id, workers[worker_id], request) for worker_id in sorted(workers))
+        self._count += 1
+        refusal: RequestTooLargeError | OverloadedError | None = None
+        for score in sorted(scores, key=lambda score: (score.total_seconds, self._tie(score.worker_id))):
+            try:
+                queued = workers[score.worker_id].add(request, now)
+            except (RequestTooLargeError, OverloadedError) as error:
+                # Of several reasons the temporary one is told: the request may be sent again.
+                if refusal is None or isinstance(error, OverloadedError):
+                    refusal = error
+                continue
+            return score.worker_id, [Routed(request.request_id, now, score.worker_id, scores), *queued]
+        assert refusal is not None
+        raise refusal
+
+    def _score(self, worker_id: str, scheduler: Scheduler, request: Request) -> Score:
+        cached = scheduler.cached_tokens_of(request)
+        uncached = request.num_prompt_tokens - cached
+        chunk = scheduler.config.max_num_batched_tokens
+        ttft = scheduler.step_time.prefill_seconds(scheduler.num_queued_tokens + uncached, chunk_tokens=chunk)
+        rows = scheduler.num_running_seqs + scheduler.num_waiting_seqs
+        load = scheduler.step_time.step_seconds(num_tokens=rows + 1, num_rows=rows + 1, context_tokens=0)
+        if ttft == 0.0 and load == 0.0:
+            # Nothing measured yet: a token is as good a unit as a second.
+            ttft, load = float(scheduler.num_queued_tokens + uncached), float(rows + 1)
+        return Score(worker_id, ttft, load, cached)
+
+    def _tie(self, worker_id: str) -> int:
+        return xxhash.xxh64_intdigest(f"{self._count}/{worker_id}".encode(), seed=self._seed & (2**64 - 1))

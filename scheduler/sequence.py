@@ -1,0 +1,145 @@
+"""One request's live state: SequenceGroup (admitted and preempted as a unit) and its branches (Sequence).
+
+Prompt/output and computed/uncomputed are separate axes: preemption resets `num_computed_tokens` and never moves
+a token. Knows nothing of pools or plans.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+from octavo.protos.types import FinishReason, Request, RequestMetrics
+from octavo.scheduler.prefix_tree import RootKey
+
+
+class GroupState(enum.Enum):
+    WAITING = "waiting"
+    """Holds no block and no row; new, or parked and to be recomputed."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_TRANSITIONS = {
+    (GroupState.WAITING, GroupState.RUNNING),
+    (GroupState.RUNNING, GroupState.WAITING),
+    (GroupState.RUNNING, GroupState.FINISHED),
+    (GroupState.WAITING, GroupState.FINISHED),
+}
+
+
+class Sequence:
+    """One branch. Plain slots and no properties in the hot path: 256 of these move at every step."""
+
+    __slots__ = (
+        "block_table",
+        "branch",
+        "finish_reason",
+        "group",
+        "num_computed_tokens",
+        "num_lost_tokens",
+        "num_pending",
+        "num_planned_outputs",
+        "num_published_blocks",
+        "num_total_tokens",
+        "row",
+        "tail_shared",
+        "token_ids",
+    )
+
+    def __init__(self, group: SequenceGroup, branch: int) -> None:
+        self.group = group
+        self.branch = branch
+        self.row: int | None = None
+        """Slot on the worker while running."""
+        self.token_ids = array("i", group.request.prompt_token_ids.tobytes())
+        """Prompt, then the outputs whose values are known."""
+        self.num_total_tokens = len(self.token_ids)
+        """Known tokens plus those that plans under way will sample."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV plans up to now, under way included, have computed."""
+        self.num_lost_tokens = 0
+        """Computed once and given up by preemption; until the return shows how many of them are found again."""
+        self.num_pending = 0
+        """Samples under way."""
+        self.num_planned_outputs = 0
+        """Output tokens, pending ones included."""
+        self.block_table: list[int] = []
+        self.num_published_blocks = 0
+        """Leading blocks that stand in the PrefixTree."""
+        self.tail_shared = False
+        """A branch point: look before writing into the last block."""
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens whose values are known."""
+        return len(self.token_ids) - self.group.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_total_tokens - self.num_computed_tokens
+
+
+class SequenceGroup:
+    """The unit of admission, preemption and completion: one request with all its branches."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival_number",
+        "arrived_at",
+        "cached_tokens",
+        "first_token_at",
+        "forked",
+        "live",
+        "max_tokens",
+        "num_preemptions",
+        "protected_until_step",
+        "recomputed_tokens",
+        "request",
+        "root_key",
+        "state",
+    )
+
+    def __init__(self, request: Request, *, arrival_number: int, arrived_at: float, max_tokens: int) -> None:
+        self.request = request
+        self.max_tokens = max_tokens
+        self.arrival_number = arrival_number
+        self.arrived_at = arrived_at
+        self.state = GroupState.WAITING
+        self.live: list[Sequence] = [Sequence(self, 0)]
+        """Branches that have not ended, by branch number."""
+        self.forked = request.params.n == 1
+        """All branches exist."""
+        self.root_key: RootKey = (request.cache_salt, request.adapter)
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.cached_tokens = 0
+        self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self.protected_until_step = 0
+        """No victim before this step: a return has bought it."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """First come, first served within a priority. Arrival numbers are unique, so this never ties."""
+        return (self.request.priority, self.arrival_number)
+
+    @property
+    def num_branches(self) -> int:
+        """Rows that this group needs while it runs."""
+        return len(self.live) if self.forked else self.request.params.n
+
+    def move_to(self, state: GroupState) -> None:
+        assert (self.state, state) in _TRANSITIONS, f"{self.state} -> {state}"
+        self.state = state
+
+    def metrics(self, now: float) -> RequestMetrics:
+        return RequestMetrics(
+            cached_tokens=self.cached_tokens,
+            num_preemptions=self.num_preemptions,
+            queue_seconds=(self.admitted_at if self.admitted_at is not None else now) - self.arrived_at,
+            ttft_seconds=(self.first_token_at if self.first_token_at is not None else now) - self.arrived_at,
+            total_seconds=now - self.arrived_at,
+            recomputed_tokens=self.recomputed_tokens,
+        )

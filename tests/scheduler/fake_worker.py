@@ -1,0 +1,144 @@
+"""A worker without a model, for scheduler tests: every slot of its pool holds a token id instead of KV.
+
+It carries plans out as `StepPlan` documents and "attends" by reading the context back through the block table,
+so a wrong block, a missing copy or a block reused too early gives wrong tokens. `expected_tokens` says what a
+request must get whatever happens to it on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from octavo.protos.types import MASKED_TOKEN, Request, StepPlan, StepResult, finish_reason
+
+VOCAB_SIZE = 1000
+EMPTY = -7
+
+
+def next_token(context: list[int], seed: int, branch: int) -> int:
+    """The "model": a pure function of all tokens before, the seed and the branch."""
+    return xxhash.xxh32_intdigest(np.asarray([*context, branch], np.int32).tobytes(), seed=seed) % VOCAB_SIZE
+
+
+def expected_tokens(request: Request, branch: int, max_tokens: int) -> list[int]:
+    context = request.prompt_token_ids.tolist()
+    output: list[int] = []
+    while True:
+        token = next_token(context, request.seed, branch)
+        context.append(token)
+        output.append(token)
+        if finish_reason(request, len(output), token, max_tokens):
+            return output
+
+
+@dataclass
+class Row:
+    request: Request
+    branch: int
+    max_tokens: int
+    tokens: list[int]
+    num_computed: int
+    table: list[int]
+    ended: bool = False
+
+
+class FakeWorker:
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int) -> None:
+        self.block_size = block_size
+        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.slots = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.rows: dict[int, Row] = {}
+        self.last_step = 0
+
+    def execute(
+        self, plan: StepPlan, *, fail: frozenset[int] = frozenset(), seconds: float = 0.01
+    ) -> StepResult:
+        """`fail`: indices of samples that come back as row errors."""
+        assert plan.step_id == self.last_step + 1
+        self.last_step = plan.step_id
+        assert plan.num_scheduled_tokens <= self.budget
+        for row in plan.released_rows.tolist():
+            del self.rows[row]
+        for new in plan.new_sequences:
+            assert new.row not in self.rows
+            assert 0 <= new.row < self.max_num_seqs
+            tokens = new.token_ids.tolist()
+            self.rows[new.row] = Row(
+                new.request, new.branch, new.max_tokens, tokens, new.num_computed_tokens, []
+            )
+        for row, index, block in plan.block_updates.tolist():
+            table = self.rows[row].table
+            assert index <= len(table)
+            table[index : index + 1] = [block]
+        starts = {}
+        for parent, child, branch in plan.forks.tolist():
+            source = self.rows[parent]
+            assert child not in self.rows
+            self.rows[child] = Row(
+                source.request,
+                branch,
+                source.max_tokens,
+                list(source.tokens),
+                source.num_computed,
+                list(source.table),
+            )
+            starts[child] = parent
+        copies = plan.block_copies
+        assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist())
+        self.slots[copies[:, 1]] = self.slots[copies[:, 0]]
+        assert len(set(plan.rows.tolist())) == len(plan.rows)
+        # All writes come before all reads, as in each layer of a model.
+        for row, count, start in zip(
+            plan.rows.tolist(), plan.num_tokens.tolist(), plan.start_positions.tolist(), strict=True
+        ):
+            state = self.rows[row]
+            if state.ended:
+                continue
+            assert state.num_computed == start, "the plan and the worker differ on what is computed"
+            assert start + count <= len(state.tokens), "a plan beyond the known tokens"
+            for position in range(start, start + count):
+                block = state.table[position // self.block_size]
+                holders = sum(
+                    block in other.table for key, other in self.rows.items() if starts.get(key) != row
+                )
+                assert holders == 1, f"block {block} is written while {holders} hold it"
+                self.slots[block, position % self.block_size] = state.tokens[position]
+            state.num_computed += count
+        for child, parent in starts.items():
+            self.rows[child].num_computed = self.rows[parent].num_computed
+        sampled = []
+        errors = []
+        for number, (row, index) in enumerate(
+            zip(plan.sample_rows.tolist(), plan.sample_indices.tolist(), strict=True)
+        ):
+            source, state = self.rows[int(plan.rows[index])], self.rows[row]
+            if state.ended:
+                sampled.append(MASKED_TOKEN)
+                continue
+            if number in fail:
+                state.ended = True
+                errors.append((number, "made to fail"))
+                sampled.append(MASKED_TOKEN)
+                continue
+            context = self.read(source)
+            assert context == source.tokens[: source.num_computed], "the KV read back is not what was written"
+            token = next_token(context, state.request.seed, state.branch)
+            state.tokens.append(token)
+            output = len(state.tokens) - state.request.num_prompt_tokens
+            state.ended = finish_reason(state.request, output, token, state.max_tokens) is not None
+            sampled.append(token)
+        return StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            token_ids=np.asarray(sampled, np.int32),
+            row_errors=tuple(errors),
+            step_seconds=seconds,
+        )
+
+    def read(self, row: Row) -> list[int]:
+        flat = self.slots[row.table].reshape(-1)
+        return flat[: row.num_computed].tolist()
