@@ -14,7 +14,8 @@ import numpy as np
 _SCALE = np.array([1.0, 1 / 512, 1 / 64, 1 / 65536])
 """Features near 1, so that one forgetting factor and one prior suit all of them."""
 _FORGET = 0.998
-_PRIOR_VARIANCE = 1e-2
+_PRIOR_VARIANCE = 10.0
+"""In units of one step's noise: the calibration counts for a fraction of a step, so a few steps outweigh it."""
 _MAX_VARIANCE = 1e3
 
 
