@@ -1,0 +1,49 @@
+"""The in-process engine behind the HTTP app: `Backend` over an `EngineLoop`, for one process without Ray.
+
+Owns the hop from the engine's thread to the event loop. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.engine_loop import EngineLoop
+from octavo.protos.types import ModelInfo, OutputDelta, Request
+
+
+class EngineBackend:
+    """Implements `octavo.cluster.backend.Backend`. Closing the engine is its owner's business."""
+
+    def __init__(self, loop: EngineLoop, model: ModelInfo) -> None:
+        self.model = model
+        self._loop = loop
+
+    async def submit(self, request: Request) -> AsyncIterator[OutputDelta]:
+        """See `Backend.submit`."""
+        events = asyncio.get_running_loop()
+        deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
+
+        def take(delta: OutputDelta) -> None:
+            events.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        self._loop.submit(request, take)
+        finished = False
+        try:
+            while not finished:
+                delta = await deltas.get()
+                finished = delta.request_finished
+                yield delta
+        finally:
+            if not finished:
+                self._loop.abort(request.request_id)
+
+    async def health(self) -> HealthReport:
+        error = self._loop.error
+        status = HealthStatus.READY if error is None else HealthStatus.DEAD
+        return HealthReport(status=status, detail="" if error is None else error.message)
+
+    async def stats(self) -> dict[str, Any]:
+        return self._loop.snapshot()

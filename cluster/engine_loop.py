@@ -1,0 +1,160 @@
+"""The in-process driver: one thread that turns one scheduler and one worker, with neither Ray nor gRPC.
+
+Owns the loop plan, execute, commit (DESIGN §1) and hands each request's deltas to whoever submitted it. All
+calls are thread-safe and none waits for a step. Knows nothing of text.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from octavo.cluster.deltas import deltas_of
+from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
+from octavo.protos.types import FinishReason, OutputDelta, Request, StepPlan, StepResult
+from octavo.scheduler.events import Event
+from octavo.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS_MAX = 30.0
+"""How long `close` waits for the step that is running."""
+
+Sink = Callable[[OutputDelta], None]
+"""Gets the deltas of one request, on the loop's thread. Must not wait."""
+
+
+class StepExecutor(Protocol):
+    """What the loop needs of a worker; `octavo.worker.executor.Executor` is one."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def check_integrity(self) -> None: ...
+
+
+class EngineLoop:
+    """Runs until `close`. `scheduler` must have `pipeline_depth` 1 and is only touched on the loop's thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: StepExecutor, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        assert scheduler.config.pipeline_depth == 1
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Held around every touch of the scheduler, never around a step."""
+        self._work = threading.Condition(self._lock)
+        self._sinks: dict[str, Sink] = {}
+        self._outbox: deque[OutputDelta] = deque()
+        self._closing = False
+        self._error: OctavoError | None = None
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` gets its deltas, the last with `request_finished`.
+
+        Raises what `Scheduler.add` raises, or `UnavailableError` after `close` or a fatal error.
+        """
+        with self._work:
+            self._check_open()
+            self._scheduler.add(request, self._clock())
+            self._sinks[request.request_id] = sink
+            self._work.notify()
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request; its sink gets the last delta. Ids that have ended are ignored."""
+        with self._work:
+            self._outbox += deltas_of(self._scheduler.abort(request_id, self._clock(), reason))
+            self._work.notify()
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """End one branch whose text has met a stop string; its sink gets that branch's last delta."""
+        with self._work:
+            self._outbox += deltas_of(self._scheduler.abort_branch(request_id, branch, self._clock()))
+            self._work.notify()
+
+    @property
+    def error(self) -> OctavoError | None:
+        """What ended the loop, if anything has."""
+        return self._error
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return self._scheduler.snapshot()
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` on a broken invariant of the scheduler's or the worker's ledger."""
+        with self._lock:
+            self._scheduler.check_integrity()
+            if not self._scheduler.num_in_flight:
+                self._executor.check_integrity()
+
+    def close(self) -> None:
+        """Abort what is unfinished and end the thread. May be called twice."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS_MAX)
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise UnavailableError(f"the engine has failed: {self._error.message}")
+        if self._closing:
+            raise UnavailableError("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+            error: OctavoError = UnavailableError("the engine was closed")
+        except Exception as cause:
+            logger.critical("the engine's loop failed", exc_info=cause)
+            error = (
+                cause
+                if isinstance(cause, OctavoError)
+                else RequestFailedError(f"a step failed: {type(cause).__name__}: {cause}")
+            )
+            self._error = error
+        with self._lock:
+            events: list[Event] = []
+            for request_id in self._scheduler.unfinished():
+                events += self._scheduler.abort(request_id, self._clock(), FinishReason.ERROR)
+        self._deliver(deltas_of(events, error))
+
+    def _step(self) -> bool:
+        """One turn: wait for work, plan, execute, commit, deliver. False when it is time to end."""
+        with self._work:
+            while not (self._closing or self._outbox or self._scheduler.has_work):
+                self._work.wait()
+            if self._closing:
+                return False
+            plan = self._scheduler.plan(self._clock())
+            outbox, self._outbox = self._outbox, deque()
+        self._deliver(outbox)
+        if plan is None:
+            # Only deltas to hand out. Without rows to run there is no request left, so the next turn waits.
+            return True
+        result = self._executor.execute(plan)
+        with self._lock:
+            deltas = deltas_of(self._scheduler.commit(result, self._clock()))
+        self._deliver(deltas)
+        return True
+
+    def _deliver(self, deltas: list[OutputDelta] | deque[OutputDelta]) -> None:
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is None:
+                continue
+            if delta.request_finished:
+                del self._sinks[delta.request_id]
+            try:
+                sink(delta)
+            except Exception:
+                logger.exception("a sink of request %s failed", delta.request_id)
