@@ -7,16 +7,27 @@ must know into the plan under construction. Knows nothing of queues, budgets or 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from octavo.protos.errors import IntegrityError
+from octavo.protos.types import Request
 from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree
+from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree, RootKey
 from octavo.scheduler.sequence import Sequence, SequenceGroup
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A prefix whose KV is there: whole blocks to share, and perhaps the beginning of one to copy."""
+
+    blocks: list[int]
+    tail_block: int | None = None
+    num_tokens: int = 0
 
 
 class KVManager:
@@ -25,6 +36,8 @@ class KVManager:
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.min_tail_tokens = max(1, block_size // 4)
+        """A part of a block is worth a copy from here on; every chat template shares its first token or two."""
         self.tree = PrefixTree(num_blocks, block_size)
         self.pool = BlockPool(num_blocks, is_cached=self.tree.__contains__, on_evict=self.tree.evict)
 
@@ -37,28 +50,54 @@ class KVManager:
         """Free blocks whose content can be found again."""
         return sum(block in self.tree for block in self.pool.free_blocks())
 
-    def caches(self, group: SequenceGroup) -> bool:
-        return self.prefix_cache and group.request.use_prefix_cache
+    def caches(self, request: Request) -> bool:
+        return self.prefix_cache and request.use_prefix_cache
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks that hold the longest known prefix of `seq`, one token short of all: that one gives the logits."""
-        if not self.caches(seq.group):
-            return []
-        max_blocks = (len(seq.token_ids) - 1) // self.block_size
-        return self.tree.match(seq.group.root_key, seq.token_ids.tobytes(), max_blocks)
+    def find_prefix(self, group: SequenceGroup, tokens: bytes) -> PrefixHit:
+        """The longest known prefix of `tokens` (int32), one token short of all: that one gives the logits."""
+        if not self.caches(group.request):
+            return PrefixHit([])
+        return self.find(group.root_key, tokens)
 
-    def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free now, and so would leave the free queue when acquired."""
-        return sum(self.pool.ref_count(block) == 0 for block in blocks)
+    def find(self, root_key: RootKey, tokens: bytes) -> PrefixHit:
+        """As `find_prefix`, for a key and tokens. Changes nothing."""
+        limit = len(tokens) // TOKEN_BYTES - 1
+        blocks = self.tree.match(root_key, tokens, limit // self.block_size)
+        start = len(blocks) * self.block_size
+        rest = tokens[start * TOKEN_BYTES : min(limit, start + self.block_size - 1) * TOKEN_BYTES]
+        inside = self.tree.match_inside(root_key, blocks[-1] if blocks else None, rest)
+        if inside is None or inside[1] < self.min_tail_tokens:
+            return PrefixHit(blocks, num_tokens=start)
+        return PrefixHit(blocks, tail_block=inside[0], num_tokens=start + inside[1])
 
-    def attach_prefix(self, seq: Sequence, blocks: list[int]) -> None:
-        """Start an empty table with the tree's `blocks`, whose KV is computed."""
+    def num_blocks_to_admit(self, seq: Sequence, hit: PrefixHit) -> int:
+        """Free blocks that starting `seq` on `hit` takes: those to compute, and cached free ones to revive."""
+        revived = hit.blocks if hit.tail_block is None else [*hit.blocks, hit.tail_block]
+        return (
+            blocks_for(len(seq.token_ids), self.block_size)
+            - len(hit.blocks)
+            + sum(self.pool.ref_count(block) == 0 for block in revived)
+        )
+
+    def attach_prefix(self, seq: Sequence, hit: PrefixHit, plan: PlanBuilder) -> None:
+        """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied."""
         assert not seq.block_table
-        for block in blocks:
+        for block in hit.blocks:
             self.pool.acquire(block)
-        seq.block_table = list(blocks)
-        seq.num_published_blocks = len(blocks)
-        seq.num_computed_tokens = len(blocks) * self.block_size
+        seq.block_table = list(hit.blocks)
+        seq.num_published_blocks = len(hit.blocks)
+        seq.num_computed_tokens = hit.num_tokens
+        if hit.tail_block is not None:
+            # Held until the plan is complete: nobody may be given, and write, the source of a copy in it.
+            self.pool.acquire(hit.tail_block)
+            plan.held_blocks.append(hit.tail_block)
+            seq.block_table.append(self.pool.allocate())
+            plan.copy_block(hit.tail_block, seq.block_table[-1])
+
+    def finish_plan(self, plan: PlanBuilder) -> None:
+        """Let go of what was held for the plan's copies."""
+        self.pool.release(plan.held_blocks)
+        plan.held_blocks.clear()
 
     def share_prefix(self, source: Sequence, seq: Sequence, num_tokens: int) -> None:
         """Start an empty table with `source`'s blocks of its first `num_tokens` tokens, which are computed."""
@@ -127,7 +166,7 @@ class KVManager:
         requests that computed the same prefix at the same time end up sharing it.
         """
         have, want = seq.num_published_blocks, num_tokens // self.block_size
-        if want <= have or not self.caches(seq.group):
+        if want <= have or not self.caches(seq.group.request):
             return []
         table, size = seq.block_table, self.block_size
         tokens = seq.token_ids[have * size : want * size].tobytes()

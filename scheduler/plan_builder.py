@@ -44,6 +44,8 @@ class PlanBuilder:
         self.sample_rows: list[int] = []
         self.sample_indices: list[int] = []
         self.samples: list[Sequence] = []
+        self.held_blocks: list[int] = []
+        """Sources of copies, referenced until the plan is complete."""
         self.num_scheduled_tokens = 0
         self.context_tokens = 0
 

@@ -11,6 +11,7 @@ Tokens themselves are the keys, compared byte by byte, so a hash collision can n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from octavo.protos.errors import IntegrityError
 
@@ -18,6 +19,8 @@ RootKey = tuple[str, str]
 """(cache salt, adapter): a tuple, never a joined string, so no crafted salt reaches another tenant's tree."""
 
 TOKEN_BYTES = 4
+SIBLINGS_MAX = 64
+"""Blocks compared in search of one that shares a part: enough for a conversation's branches, and a bound."""
 
 
 class _Node:
@@ -32,6 +35,15 @@ class _Node:
         self.blocks: list[int] = []
         self.children: dict[bytes, _Node] = {}
         """By the tokens of the child's first block."""
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    """Leading tokens that two int32 strings share. The lowest differing bit is found at C speed."""
+    size = min(len(left), len(right))
+    differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    if not differ:
+        return size // TOKEN_BYTES
+    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
 class PrefixTree:
@@ -74,6 +86,30 @@ class PrefixTree:
                 at += width
             break
         return found
+
+    def match_inside(self, root_key: RootKey, after: int | None, tokens: bytes) -> tuple[int, int] | None:
+        """The block behind `after` (None: a first block) that begins with most of `tokens`, and how many that is.
+
+        `tokens` is shorter than a block, or differs from all of them within one. Looks at no more than
+        `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
+        """
+        node = self._roots.get(root_key) if after is None else self._node_of[after]
+        if node is None:
+            return None
+        place = 0 if after is None else self._index_of[after] + 1
+        if place < len(node.blocks):
+            candidates = [
+                (bytes(node.tokens[place * self._width : (place + 1) * self._width]), node.blocks[place])
+            ]
+        else:
+            newest = islice(reversed(node.children.items()), SIBLINGS_MAX)
+            candidates = [(key, child.blocks[0]) for key, child in newest]
+        best: tuple[int, int] | None = None
+        for key, block in candidates:
+            count = _common_tokens(key, tokens)
+            if count > (best[1] if best else 0):
+                best = block, count
+        return best
 
     def extend(self, root_key: RootKey, after: int | None, tokens: bytes, blocks: list[int]) -> list[int]:
         """Enter `blocks`, holding the KV of `tokens`, behind the tree's block `after` (None: at the root).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.scheduler.kv_manager import KVManager, blocks_for
+from octavo.scheduler.kv_manager import KVManager, PrefixHit, blocks_for
 from octavo.scheduler.sequence import Sequence, SequenceGroup
 
 
@@ -31,17 +31,16 @@ class GrowthReserve:
         self.horizon = max(self._min, self.horizon * 7 // 8)
 
     def fits(
-        self, group: SequenceGroup, found: list[int], running: Iterable[SequenceGroup], kv: KVManager
+        self, group: SequenceGroup, hit: PrefixHit, running: Iterable[SequenceGroup], kv: KVManager
     ) -> bool:
-        """Whether `group`, of whose first branch `found` is cached, can start and need not be parked again soon.
+        """Whether `group`, its first branch starting on `hit`, can start and need not be parked again soon.
 
         Alone it needs only its present blocks: admission has seen to it that any one request can finish.
         """
         size = self._block_size
-        known = [blocks_for(len(seq.token_ids), size) for seq in group.live]
         prompt_blocks = group.request.num_prompt_tokens // size
-        need = known[0] - len(found) + kv.num_free_among(found)
-        need += sum(blocks - prompt_blocks for blocks in known[1:])
+        need = kv.num_blocks_to_admit(group.live[0], hit)
+        need += sum(blocks_for(len(seq.token_ids), size) - prompt_blocks for seq in group.live[1:])
         promised = growth = 0
         alone = True
         for other in running:

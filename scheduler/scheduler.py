@@ -33,7 +33,7 @@ from octavo.scheduler.events import (
     Resumed,
     TokensOut,
 )
-from octavo.scheduler.kv_manager import KVManager
+from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
 from octavo.scheduler.preemption import PROTECTED_STEPS, Loss, choose_victim
 from octavo.scheduler.queue import GroupQueue
@@ -138,11 +138,14 @@ class Scheduler:
             min_chunk=self.config.block_size,
         )
         self._plan_decodes(decodes, plan, budget)
-        self._plan_prefills(prefills, plan, budget)
+        # Before the prefills: a copy runs before all writes of its step, so what returning branches share must
+        # have been computed by an earlier plan.
         self._plan_returning(plan, budget)
+        self._plan_prefills(prefills, plan, budget)
         self._admit(plan, budget)
         if not plan.rows and not self._in_flight and self._running.head is not None:
             self._break_deadlock(plan, budget)
+        self.kv.finish_plan(plan)
         if plan.empty:
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
@@ -232,14 +235,11 @@ class Scheduler:
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""
-        if not (self.config.prefix_cache and request.use_prefix_cache):
+        if not self.kv.caches(request):
             return 0
-        max_blocks = (request.num_prompt_tokens - 1) // self.config.block_size
-        key = (request.cache_salt, request.adapter)
-        return (
-            len(self.kv.tree.match(key, request.prompt_token_ids.tobytes(), max_blocks))
-            * self.config.block_size
-        )
+        return self.kv.find(
+            (request.cache_salt, request.adapter), request.prompt_token_ids.tobytes()
+        ).num_tokens
 
     @property
     def num_queued_tokens(self) -> int:
@@ -300,7 +300,10 @@ class Scheduler:
         self._to_publish = []
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running branches that have one token to run (decodes), and those that have more (prefills)."""
+        """Running branches that have one token to run (decodes), and those that have more (prefills).
+
+        A prompt that has yet to fork is a prefill even with one token left: its last chunk makes the branches.
+        """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for group in self._running:
@@ -308,7 +311,7 @@ class Scheduler:
             for seq in group.live:
                 if seq.row is None or seq.num_planned_outputs >= max_tokens:
                     continue
-                if seq.num_total_tokens - seq.num_computed_tokens == 1:
+                if seq.num_total_tokens - seq.num_computed_tokens == 1 and group.forked:
                     decodes.append(seq)
                 else:
                     prefills.append(seq)
@@ -387,11 +390,13 @@ class Scheduler:
                 source = next((other for other in back if other.num_computed_tokens >= prompt), None)
                 if budget.left == 0 or (back and source is None):
                     break
-                found = self.kv.find_prefix(seq)
-                if source is not None and len(found) * self.config.block_size < prompt:
+                hit = self.kv.find_prefix(group, seq.token_ids.tobytes())
+                if source is not None and hit.num_tokens < prompt:
                     self.kv.share_prefix(source, seq, prompt)
+                elif self.kv.num_blocks_to_admit(seq, hit) > self.kv.num_free:
+                    break
                 else:
-                    self.kv.attach_prefix(seq, found)
+                    self.kv.attach_prefix(seq, hit, plan)
                 if self.kv.max_growth(seq, self.kv.num_free) <= 0:
                     self._drop_blocks(seq)
                     break
@@ -412,20 +417,20 @@ class Scheduler:
             if any(seq.num_pending for seq in group.live):
                 # Parked while a sample was under way: its value is needed before it can be computed again.
                 return
-            found = self.kv.find_prefix(group.live[0])
-            if not self._reserve.fits(group, found, self._running, self.kv):
+            hit = self.kv.find_prefix(group, group.live[0].token_ids.tobytes())
+            if not self._reserve.fits(group, hit, self._running, self.kv):
                 return
             branches += group.num_branches
-            self._start(group, found, plan)
+            self._start(group, hit, plan)
             self._plan_chunk(group.live[0], plan, budget)
 
-    def _start(self, group: SequenceGroup, found: list[int], plan: PlanBuilder) -> None:
+    def _start(self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder) -> None:
         """waiting -> running, for the first time or again."""
         request_id, first = group.request.request_id, group.live[0]
         self._waiting.remove(group)
         group.move_to(GroupState.RUNNING)
         self._running.add(group)
-        self.kv.attach_prefix(first, found)
+        self.kv.attach_prefix(first, hit, plan)
         cached_tokens = first.num_computed_tokens
         self._start_sequence(first, plan)
         if len(group.live) > 1:
@@ -459,8 +464,8 @@ class Scheduler:
             assert chosen is not None, "nothing can run and nobody can give way"
             self._preempt(*chosen)
             _, prefills = self._runnable()
-            self._plan_prefills(prefills, plan, budget)
             self._plan_returning(plan, budget)
+            self._plan_prefills(prefills, plan, budget)
 
     # --- transitions out of running ------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ def make_request(
     priority: int = 0,
     eos: tuple[int, ...] = (),
     salt: str = "",
+    cache: bool = True,
     **params: Any,
 ) -> Request:
     return Request(
@@ -34,6 +35,7 @@ def make_request(
         priority=priority,
         eos_token_ids=eos,
         cache_salt=salt,
+        use_prefix_cache=cache,
     )
 
 
