@@ -47,6 +47,8 @@ Prompt = str | Sequence[int]
 
 WINDOW_REQUESTS = 1024
 """Requests of one `generate` that may be unfinished at once; several calls together stay below `max_waiting`."""
+SEED_MASK = 2**64 - 1
+"""`Request.seed` is unsigned; a negative `params.seed` stands for its two's complement."""
 PROGRESS_FROM_REQUESTS = 8
 """Fewer than this are done before a bar could be read."""
 
@@ -253,7 +255,7 @@ class Engine:
             request_id=uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=params,
-            seed=params.seed if params.seed is not None else self._draw_seed(),
+            seed=(params.seed if params.seed is not None else self._draw_seed()) & SEED_MASK,
             eos_token_ids=() if params.ignore_eos else self.model.eos_token_ids,
         )
         resolve_max_tokens(request, self._scheduler_config)
@@ -262,7 +264,7 @@ class Engine:
     def _draw_seed(self) -> int:
         """Seeds of requests that name none follow from the engine's: the same calls repeat the same tokens."""
         digest = hashlib.blake2b(f"{self._seed}/{next(self._count)}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
+        return int.from_bytes(digest, "little")
 
     # --- state ---------------------------------------------------------------------------------------------
 

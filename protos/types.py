@@ -227,7 +227,8 @@ class Request:
     """[P], P >= 1, read-only."""
     params: SamplingParams
     seed: int
-    """64-bit key of the counter-based random numbers: `params.seed`, or one drawn at the front door."""
+    """Unsigned 64-bit key of the counter-based random numbers: `params.seed` (a negative one in two's complement),
+    or one drawn at the front door."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of the model; empty when `params.ignore_eos`."""
     priority: int = 0
@@ -419,4 +420,4 @@ class OutputDelta:
     error_name: str | None = None
     """Class of `errors.py`, for `errors.revive`."""
     metrics: RequestMetrics | None = None
-    """With `request_finished`."""
+    """With `request_finished`, and with the first token of the request."""

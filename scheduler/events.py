@@ -82,6 +82,8 @@ class TokensOut(Event):
     offset: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    metrics: RequestMetrics | None = None
+    """With the first token of its request: whoever ends it from outside must know what was cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,17 +188,13 @@ class Scheduler:
                 continue
             offset = seq.num_planned_outputs - seq.num_pending - 1
             seq.token_ids.append(token)
+            metrics = None
             if group.first_token_at is None:
                 group.first_token_at = now
+                metrics = group.metrics(now)
+            chosen = (logprobs[index],) if logprobs else ()
             self._events.append(
-                TokensOut(
-                    group.request.request_id,
-                    now,
-                    seq.branch,
-                    offset,
-                    (token,),
-                    (logprobs[index],) if logprobs else (),
-                )
+                TokensOut(group.request.request_id, now, seq.branch, offset, (token,), chosen, metrics)
             )
             reason = finish_reason(group.request, offset + 1, token, group.max_tokens)
             if reason is not None:

@@ -1,0 +1,263 @@
+"""What a generation call may say: fields of OpenAI's API and vLLM's, turned into `SamplingParams` and options.
+
+Owns which field is known, which is refused and what is left out means. The ranges of sampling numbers are
+`SamplingParams`' own. A field that we know and do not serve is refused by name, because an answer that silently
+lacks it would be wrong; a field that nobody knows is ignored and reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.cluster.openai.body import Body
+from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.openai.errors import UnsupportedParameterError
+from octavo.protos.errors import InvalidRequestError
+from octavo.protos.types import MAX_LOGPROBS, SamplingParams
+
+COMPLETIONS_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions. A chat goes on to the model's limit."""
+PRIORITY_MAX = 2**31 - 1
+_TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
+
+_SAMPLING_NAMES = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Fields that go to `SamplingParams` as they are."""
+
+_UNSUPPORTED: dict[str, Collection[Any]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "prompt_embeds": (),
+    "thinking_token_budget": (),
+}
+"""Known, not served: field to the values that ask for nothing and so are let through."""
+
+_UNSUPPORTED_COMPLETIONS: dict[str, Collection[Any]] = {**_UNSUPPORTED, "suffix": ("",)}
+
+_UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
+    **_UNSUPPORTED,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": ([], ["text"]),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "store": (False,),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "include_reasoning": (True, False),
+}
+
+_WITHOUT_EFFECT = (
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+"""Bookkeeping of OpenAI's platform that changes no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What chat and text completions have in common, checked."""
+
+    model: str | None
+    params: SamplingParams
+    explicit_max_tokens: bool
+    """The caller named a limit: if it cannot be kept the call is refused, not cut."""
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    return_token_ids: bool = False
+    add_special_tokens: bool = True
+    ignored: tuple[str, ...] = ()
+    """Fields that nobody knows, for the reply's header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCall(Call):
+    prompt: Any
+    """As given: text, ids, or a list of either; `prompts.py` checks it."""
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall(Call):
+    messages: Any
+    """As given; `messages.py` checks it."""
+    logprobs: bool = False
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
+    """Raises `InvalidRequestError` naming the field."""
+    if "prompt" not in body:
+        raise InvalidRequestError("prompt is missing", param="prompt")
+    prompt = body.any("prompt")
+    body.refuse(_UNSUPPORTED_COMPLETIONS)
+    sampling = _sampling(body, config)
+    explicit = "max_tokens" in body
+    sampling["max_tokens"] = body.any("max_tokens") if explicit else COMPLETIONS_MAX_TOKENS
+    if "logprobs" in body:
+        sampling["logprobs"] = body.any("logprobs")
+    echo = body.flag("echo")
+    if echo and "logprobs" in body:
+        raise UnsupportedParameterError(
+            "logprobs", "of the prompt (with echo) is not supported by this server"
+        )
+    params = SamplingParams(**sampling)
+    if "best_of" in body and body.integer("best_of", 1, 1, 2**31 - 1) != params.n:
+        raise UnsupportedParameterError(
+            "best_of", f"must equal n ({params.n}); sampling more is not supported"
+        )
+    return CompletionCall(
+        **_common(body, params, explicit), prompt=prompt, echo=echo, add_special_tokens=_special(body, True)
+    )
+
+
+def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
+    """Raises `InvalidRequestError` naming the field."""
+    if "messages" not in body:
+        raise InvalidRequestError("messages is missing", param="messages")
+    messages = body.any("messages")
+    body.refuse(_UNSUPPORTED_CHAT)
+    body.flag("parallel_tool_calls")
+    sampling = _sampling(body, config)
+    limit_name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    if "max_tokens" in body and body.any("max_tokens") != body.any(limit_name):
+        raise InvalidRequestError(
+            "max_tokens and max_completion_tokens are two names of one limit, and differ", param="max_tokens"
+        )
+    sampling["max_tokens"] = body.any(limit_name)
+    logprobs = body.flag("logprobs")
+    if "top_logprobs" in body and not logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if logprobs:
+        sampling["logprobs"] = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
+    template_kwargs = body.any("chat_template_kwargs") or {}
+    if not isinstance(template_kwargs, dict):
+        raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    params = _params(sampling, limit_name)
+    add_generation_prompt = body.flag("add_generation_prompt", True)
+    return ChatCall(
+        **_common(body, params, limit_name in body),
+        messages=messages,
+        logprobs=logprobs,
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
+        add_special_tokens=_special(body, False),
+    )
+
+
+def _special(body: Body, default: bool) -> bool:
+    return body.flag("add_special_tokens", default)
+
+
+def _params(sampling: Mapping[str, Any], limit_name: str) -> SamplingParams:
+    """`SamplingParams`, its complaints about `max_tokens` in the name that the caller used."""
+    try:
+        return SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        if error.param != "max_tokens" or limit_name == "max_tokens":
+            raise
+        raise InvalidRequestError(
+            error.message.replace("max_tokens", limit_name, 1), param=limit_name
+        ) from None
+
+
+def _sampling(body: Body, config: HttpConfig) -> dict[str, Any]:
+    """Keyword arguments of `SamplingParams`, without the token limit and log-probabilities."""
+    sampling = {name: body.any(name) for name in _SAMPLING_NAMES if name in body}
+    if "stop" in body:
+        stop = body.any("stop")
+        if not isinstance(stop, (str, list)):
+            raise InvalidRequestError(
+                f"stop must be a string or a list of strings, got {stop!r:.80}", param="stop"
+            )
+        if isinstance(stop, list) and len(stop) > config.stop_strings_max:
+            raise InvalidRequestError(
+                f"stop takes at most {config.stop_strings_max} strings, got {len(stop)}", param="stop"
+            )
+        sampling["stop"] = stop if isinstance(stop, str) else tuple(stop)
+    if "logit_bias" in body:
+        bias = body.any("logit_bias")
+        # int() would also take " 5", "+5", "5_0" and digits of other scripts.
+        if isinstance(bias, dict) and not all(map(_TOKEN_ID.fullmatch, bias)):
+            bad = next(key for key in bias if not _TOKEN_ID.fullmatch(key))
+            raise InvalidRequestError(f"logit_bias keys are token ids, got {bad!r:.80}", param="logit_bias")
+        sampling["logit_bias"] = bias
+    return sampling
+
+
+def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> dict[str, Any]:
+    """Keyword arguments of `Call`. Called last: what nobody has asked for by now is unknown."""
+    stream = body.flag("stream")
+    include_usage = False
+    options = body.object("stream_options")
+    if options is not None:
+        if not stream:
+            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+        include_usage = options.flag("include_usage")
+        options.flag("include_obfuscation")
+        if options.flag("continuous_usage_stats"):
+            raise UnsupportedParameterError("continuous_usage_stats")
+    common: dict[str, Any] = {
+        "model": body.text("model"),
+        "params": params,
+        "explicit_max_tokens": explicit_max_tokens,
+        "stream": stream,
+        "include_usage": include_usage,
+        "cache_salt": body.text("cache_salt", "") or "",
+        "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
+        "return_token_ids": body.flag("return_token_ids"),
+    }
+    body.text("user")
+    for name in (*_WITHOUT_EFFECT, "add_special_tokens"):
+        body.any(name)
+    common["ignored"] = tuple(body.unknown())
+    return common

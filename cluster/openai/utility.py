@@ -1,0 +1,51 @@
+"""/tokenize and /detokenize: what a prompt becomes, for people who count tokens or build prompts of ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.cluster.openai.body import Body
+from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.openai.messages import normalise_messages
+from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
+from octavo.protos.types import ModelInfo, checked_prompt_ids
+
+TOKENS_PER_CONTEXT = 16
+"""Texts of up to so many times the model's limit are tokenised: helpers may look at more than fits, not at all."""
+
+
+async def tokenize(body: Body, tokenizer: Tokenizer, model: ModelInfo, config: HttpConfig) -> dict[str, Any]:
+    """The reply to a "prompt" (text) or "messages". Raises `InvalidRequestError` naming the field."""
+    chat = "messages" in body
+    if chat == ("prompt" in body):
+        raise InvalidRequestError("give either prompt or messages", param="prompt")
+    special = body.flag("add_special_tokens", not chat)
+    generation_prompt = body.flag("add_generation_prompt", True)
+    prompt = "" if chat else body.text("prompt", chars_max=config.body_bytes_max) or ""
+    messages = body.any("messages")
+
+    def work() -> list[int]:
+        text = prompt
+        if chat:
+            clean = normalise_messages(messages, config.messages_per_request_max)
+            text = tokenizer.render_chat(clean, add_generation_prompt=generation_prompt)
+        if tokenizer.fewest_tokens(text) > TOKENS_PER_CONTEXT * model.max_model_len:
+            raise RequestTooLargeError("the text is too long to tokenise here", param="prompt")
+        return tokenizer.encode(text, special)
+
+    ids = await tokenizer.run(work)
+    reply: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+    if body.flag("return_token_strs"):
+        reply["token_strs"] = [tokenizer.token_text(token) for token in ids]
+    return reply
+
+
+async def detokenize(body: Body, tokenizer: Tokenizer, model: ModelInfo) -> dict[str, Any]:
+    """The reply to "tokens". Raises `InvalidRequestError` naming the field."""
+    tokens = body.any("tokens")
+    if not isinstance(tokens, list):
+        raise InvalidRequestError(f"tokens must be a list of token ids, got {tokens!r:.80}", param="tokens")
+    skip_special = body.flag("skip_special_tokens")
+    ids = checked_prompt_ids(tokens, model.vocab_size, param="tokens").tolist()
+    return {"prompt": await tokenizer.run(lambda: tokenizer.decode(ids, skip_special))}

@@ -1,0 +1,182 @@
+"""Health, metrics, and many connections at once (cases D22, D25 and D29, as far as HTTP goes)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.openai.app import create_app
+from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.tokenizer import Tokenizer
+
+from .conftest import Api, ScriptedBackend, Server
+
+
+@pytest.mark.parametrize(
+    ("status", "health", "ready"),
+    [
+        (HealthStatus.LOADING, 503, 503),
+        (HealthStatus.READY, 200, 200),
+        (HealthStatus.DEGRADED, 200, 200),
+        (HealthStatus.DRAINING, 200, 503),
+        (HealthStatus.DEAD, 503, 503),
+    ],
+)
+def test_d22_health_and_ready(
+    api: Api, backend: ScriptedBackend, status: HealthStatus, health: int, ready: int
+) -> None:
+    backend.report = HealthReport(status=status, workers=({"worker_id": "w0", "status": "ok"},), detail="so")
+    assert api.get("/health").status_code == health
+    assert api.get("/ready").status_code == ready
+    assert api.send("HEAD", "/health").status_code == health
+    assert api.get("/health").json() == {
+        "status": status.value,
+        "workers": [{"worker_id": "w0", "status": "ok"}],
+        "detail": "so",
+    }
+
+
+def test_d22_a_backend_that_does_not_answer_is_dead(
+    make_api: Callable[..., Api], backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = make_api(health_seconds_max=0.05)
+
+    async def hang() -> Any:
+        await asyncio.Event().wait()
+
+    async def fail() -> Any:
+        raise ConnectionError("gone")
+
+    for broken in (hang, fail):
+        monkeypatch.setattr(backend, "health", broken)
+        monkeypatch.setattr(backend, "stats", broken)
+        assert api.get("/health").status_code == 503
+        assert api.get("/health").json()["status"] == "dead"
+        metrics = api.get("/metrics")
+        assert metrics.status_code == 200
+        assert samples(metrics.text)["octavo_backend_up", ()] == 0
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: str) -> Samples:
+    """A strict parse: (name, sorted labels) to value."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        assert ":" not in family.name
+        assert family.name.startswith("octavo_")
+        assert family.documentation
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name.endswith("_total")
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_d29_metrics(api: Api, backend: ScriptedBackend) -> None:
+    backend.counts = {
+        "steps": 12,
+        "running": 1,
+        "waiting": 9,
+        "swapped": 0,
+        "sampled_tokens": 40,
+        "step_seconds": 0.5,
+        "preemptions": {"recompute": 3, "swap": 0},
+        "finished": {"stop": 2},
+        "peak_waste": 0.03,
+        "workers": [{"not": "a number"}],
+        "something new": "text",
+    }
+    before = samples(api.get("/metrics").text)
+    assert before["octavo_requests_running", ()] == 1
+    assert before["octavo_requests_waiting", ()] == 9
+    assert before["octavo_generation_tokens_total", ()] == 40
+    assert before["octavo_preemptions_total", (("kind", "recompute"),)] == 3
+    assert before["octavo_requests_finished_total", (("reason", "stop"),)] == 2
+    assert before["octavo_kv_waste_ratio", ()] == 0.03
+    tokens = 0
+    for fields in ({}, {"n": 3}, {"stream": True}, {"max_tokens": 2}):
+        reply = api.complete(**fields)
+        tokens += 4 if "stream" in fields else reply.json()["usage"]["completion_tokens"]
+    api.complete(temperature=9)
+    api.get("/some/unknown/path")
+    after = samples(api.get("/metrics").text)
+    assert after["octavo_http_output_tokens_total", ()] == tokens
+    assert after["octavo_http_choices_finished_total", (("reason", "stop"),)] == 5
+    assert after["octavo_http_choices_finished_total", (("reason", "length"),)] == 1
+    route = ("method", "POST"), ("route", "/v1/completions")
+    assert after["octavo_http_requests_total", (*route, ("status", "200"))] == 4
+    assert after["octavo_http_requests_total", (*route, ("status", "400"))] == 1
+    assert any("unknown" in str(labels) for _, labels in after)
+    assert not any("/some" in str(labels) for _, labels in after)
+    assert after["octavo_time_to_first_token_seconds_count", ()] == 4
+    assert all(after[key] >= value for key, value in before.items() if key[0].endswith("_total"))
+
+
+def test_d29_replicas_label_their_samples(make_api: Callable[..., Api]) -> None:
+    api = make_api(replica="r1")
+    api.complete()
+    found = samples(api.get("/metrics").text)
+    assert found["octavo_http_output_tokens_total", (("replica", "r1"),)] == 4
+
+
+def test_the_app_describes_itself(api: Api) -> None:
+    paths = api.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/health", "/metrics"} <= set(paths)
+
+
+@pytest.fixture
+def server(backend: ScriptedBackend, tokenizer: Tokenizer) -> Iterator[Server]:
+    with Server(create_app(backend, tokenizer, HttpConfig())) as running:
+        yield running
+
+
+def test_d25_twelve_hundred_chats_at_once(server: Server, backend: ScriptedBackend) -> None:
+    """All are answered, the health check among them: none is refused, cut or left waiting for the others."""
+
+    async def call(method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        # Bare sockets: an HTTP client would need longer for 1,200 connections than the server does.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        content = json.dumps(body).encode() if body else b""
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        answer = await reader.read()
+        writer.close()
+        return answer.decode()
+
+    async def scenario() -> tuple[list[str], list[str], int]:
+        release = asyncio.Event()
+
+        async def wait(request: Any, step: int) -> None:
+            while step == 0 and not release.is_set():
+                await asyncio.sleep(0.2)
+
+        backend.before_step = wait
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        chats = [
+            asyncio.ensure_future(call("POST", "/v1/chat/completions", {**body, "stream": i % 2 == 0}))
+            for i in range(1200)
+        ]
+        health = []
+        while len(backend.submitted) < 1200:
+            health.append(await call("GET", "/health"))
+            await asyncio.sleep(0.05)
+        most = backend.num_running
+        health.append(await call("GET", "/health"))
+        release.set()
+        return list(await asyncio.gather(*chats)), health, most
+
+    replies, health, most = asyncio.run(scenario())
+    assert all(reply.startswith("HTTP/1.1 200 ") and "Hello" in reply for reply in replies)
+    assert all(report.startswith("HTTP/1.1 200 ") for report in health)
+    assert most == 1200
+    assert backend.aborted == []
