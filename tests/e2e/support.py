@@ -1,0 +1,70 @@
+"""The served system in one process: worker, coordinator and HTTP over real sockets, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from octavo.cluster.backend import HealthStatus
+from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_servicer import CoordinatorServer
+from octavo.cluster.openai.app import create_app
+from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.tokenizer import Tokenizer
+from octavo.worker.servicer import WorkerServer
+
+
+@dataclass
+class Served:
+    core: CoordinatorCore
+    backend: GrpcBackend
+    url: str
+    executor: Any
+
+    async def idle_stats(self) -> dict[str, Any]:
+        """The only worker's counts, once nothing runs (rule R2)."""
+        for _ in range(200):
+            stats = self.core.stats()["workers"]["worker-0"]
+            if not (stats["running"] or stats["waiting"] or stats["blocks_used"]):
+                return stats
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"not idle: {stats}")
+
+
+@contextlib.asynccontextmanager
+async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) -> AsyncIterator[Served]:
+    """`executor` behind gRPC, a coordinator and an HTTP port of its own."""
+    config = CoordinatorConfig(worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0)
+    core = CoordinatorCore(config)
+    coordinator = CoordinatorServer(core, host="127.0.0.1")
+    address = await coordinator.start()
+    worker = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None)
+    core.announce("worker-0", await worker.start())
+
+    async def find() -> str:
+        return address
+
+    backend = GrpcBackend(executor.info.model, find)
+    backend.start()
+    await backend.wait_connected(10)
+    app = create_app(backend, tokenizer, HttpConfig())
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        while not server.started or core.health().status is not HealthStatus.READY:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(core, backend, f"http://127.0.0.1:{port}", executor)
+    finally:
+        server.should_exit = True
+        await serving
+        await backend.close()
+        await core.close()
+        await worker.stop()
+        await coordinator.stop(0)
