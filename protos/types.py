@@ -303,7 +303,8 @@ class StepPlan:
     """[R] rows whose branch ended or was parked; free for this plan's new sequences and forks."""
     new_sequences: tuple[NewSequence, ...] = ()
     block_updates: Int32Array = field(default_factory=_triples)
-    """[U, 3] (row, index in its block table, block id): blocks appended, or replaced by copy-on-write."""
+    """[U, 3] (row, index in its block table, block id): blocks appended, or replaced by copy-on-write. In order:
+    the last of several updates of one entry counts."""
     forks: Int32Array = field(default_factory=_triples)
     """[F, 3] (parent row, child row, branch): the child takes the parent's tokens, limits and block table as
     they stand after `block_updates`, and samples from the parent's logits in this step."""

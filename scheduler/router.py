@@ -3,6 +3,9 @@
 Asks each worker's scheduler, so its knowledge of cached prefixes is exact. Chooses and reserves in one call: the
 request stands in the chosen queue before the next one is routed, so that a burst does not herd to one worker.
 Filter, score and pick follow one another as in llm-d's scheduler; all scores go into the `Routed` event.
+
+Predictions that differ by less than their own error say nothing: among those the emptiest worker is taken, or
+else a fixed cost that dominates the model would send everybody to whoever measured a hair faster.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
 
 
+INDIFFERENCE = 0.05
+"""Scores within so much of the best one are equal."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """Why a worker was or was not chosen. Lower is better."""
@@ -28,6 +35,8 @@ class Score:
     load_seconds: float
     """Price of one more branch in the decode batch that it joins."""
     cached_tokens: int
+    num_seqs: int
+    """Branches that run or wait there."""
 
     @property
     def total_seconds(self) -> float:
@@ -62,7 +71,12 @@ class Router:
         scores = tuple(self._score(worker_id, workers[worker_id], request) for worker_id in sorted(workers))
         self._count += 1
         refusal: RequestTooLargeError | OverloadedError | None = None
-        for score in sorted(scores, key=lambda score: (score.total_seconds, self._tie(score.worker_id))):
+        equal = (1 + INDIFFERENCE) * min(score.total_seconds for score in scores)
+
+        def order(score: Score) -> tuple[float, int, int]:
+            return (max(equal, score.total_seconds), score.num_seqs, self._tie(score.worker_id))
+
+        for score in sorted(scores, key=order):
             try:
                 queued = workers[score.worker_id].add(request, now)
             except (RequestTooLargeError, OverloadedError) as error:
@@ -84,7 +98,7 @@ class Router:
         if ttft == 0.0 and load == 0.0:
             # Nothing measured yet: a token is as good a unit as a second.
             ttft, load = float(scheduler.num_queued_tokens + uncached), float(rows + 1)
-        return Score(worker_id, ttft, load, cached)
+        return Score(worker_id, ttft, load, cached, rows)
 
     def _tie(self, worker_id: str) -> int:
         return xxhash.xxh64_intdigest(f"{self._count}/{worker_id}".encode(), seed=self._seed & (2**64 - 1))

@@ -72,7 +72,9 @@ def test_requests_of_many_threads_share_batches_and_get_their_own_tokens(parts):
     for request in requests:
         for branch in range(request.params.n):
             mine = [delta for delta in results[request.request_id] if delta.branch == branch]
-            assert [token for delta in mine for token in delta.token_ids] == expected_tokens(request, branch, 40)
+            assert [token for delta in mine for token in delta.token_ids] == expected_tokens(
+                request, branch, 40
+            )
             assert mine[-1].finish_reason is FinishReason.LENGTH
         assert results[request.request_id][-1].metrics is not None
     loop.check_integrity()

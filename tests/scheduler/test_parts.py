@@ -189,6 +189,18 @@ def test_router_goes_where_the_prefix_is_unless_waiting_costs_more():
     assert chosen != warm
 
 
+def test_router_does_not_herd_on_a_hair_of_a_prediction():
+    fleet = workers(2)
+    for index, scheduler in enumerate(fleet.values()):
+        for _ in range(200):
+            scheduler.step_time.observe(
+                num_tokens=9, num_rows=9, context_tokens=99, seconds=0.05 + index * 1e-4
+            )
+    router = Router()
+    chosen = [router.route(make_request(f"r{i}", range(i, i + 5)), fleet, 0.0)[0] for i in range(8)]
+    assert sorted(chosen) == ["w0"] * 4 + ["w1"] * 4
+
+
 def test_router_refuses_with_the_reason_that_helps():
     with pytest.raises(UnavailableError):
         Router().route(make_request("a", range(4)), {}, 0.0)

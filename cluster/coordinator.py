@@ -1,0 +1,90 @@
+"""The Ray shell of the coordinator: a named actor that Ray starts anew whenever it ends.
+
+Owns the life of the process and the few control calls that go through Ray (who is where, how is everybody,
+end well). Tokens never do: they go over the gRPC server that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+
+from octavo.cluster.backend import HealthReport
+from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_servicer import CoordinatorServer
+from octavo.protos.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "octavo"
+"""Ray namespace of all our actors."""
+COORDINATOR_NAME = "octavo-coordinator"
+FLUSH_SECONDS = 0.5
+"""After a drain: time for the last outputs to reach clients before anything is torn down."""
+
+
+async def find_coordinator(timeout_seconds: float = 5.0) -> str:
+    """Address of the running coordinator, "host:port". Raises `UnavailableError` while there is none."""
+
+    async def ask() -> str:
+        # get_actor asks the cluster's store and blocks while it does.
+        actor = await asyncio.to_thread(ray.get_actor, COORDINATOR_NAME, namespace=NAMESPACE)
+        address: str = await actor.address.remote()
+        return address
+
+    try:
+        return await asyncio.wait_for(ask(), timeout_seconds)
+    except (ValueError, ray.exceptions.RayError, asyncio.TimeoutError, TimeoutError) as error:
+        raise UnavailableError(f"the coordinator is not there: {type(error).__name__}") from error
+
+
+class Coordinator:
+    """Body of the actor."""
+
+    def __init__(self, config: CoordinatorConfig, *, loopback: bool) -> None:
+        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._core = CoordinatorCore(config, on_stuck=self._on_stuck)
+        self._server = CoordinatorServer(self._core, host=host)
+        self._started = asyncio.create_task(self._server.start())
+        self._kills: set[asyncio.Task[None]] = set()
+
+    async def address(self) -> str:
+        """Where ingresses connect, "host:port"."""
+        return await asyncio.shield(self._started)
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        """See `CoordinatorCore.announce`."""
+        self._core.announce(worker_id, address)
+
+    async def health(self) -> HealthReport:
+        return self._core.health()
+
+    async def stats(self) -> dict[str, Any]:
+        return self._core.stats()
+
+    async def drain(self, grace_seconds: float) -> int:
+        """See `CoordinatorCore.drain`; then waits until the last outputs have gone out."""
+        left = await self._core.drain(grace_seconds)
+        await asyncio.sleep(FLUSH_SECONDS)
+        return left
+
+    def _on_stuck(self, worker_id: str) -> None:
+        task = asyncio.create_task(asyncio.to_thread(_end_worker, worker_id))
+        self._kills.add(task)
+        task.add_done_callback(self._kills.discard)
+
+
+def worker_actor_name(worker_id: str) -> str:
+    return f"octavo-{worker_id}"
+
+
+def _end_worker(worker_id: str) -> None:
+    """End a process whose device hangs; Ray starts a new one in its place."""
+    try:
+        actor = ray.get_actor(worker_actor_name(worker_id), namespace=NAMESPACE)
+        ray.kill(actor, no_restart=False)
+    except (ValueError, ray.exceptions.RayError) as error:
+        logger.warning("worker %s could not be ended: %s", worker_id, error)

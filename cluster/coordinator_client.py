@@ -1,0 +1,244 @@
+"""The ingress's side of the request stream: a `Backend` whose work happens at the coordinator.
+
+Owns one stream for the whole process, which carries every request, and finds the coordinator again after it was
+restarted. Knows nothing of HTTP, and of Ray only what the `find` callable hides. All on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.coordinator_servicer import decode_health
+from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos.errors import InvalidRequestError, OctavoError, ProtocolError, UnavailableError
+from octavo.protos.types import ModelInfo, OutputDelta, Request
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_SECONDS_MIN = 0.05
+RECONNECT_SECONDS_MAX = 2.0
+CONNECT_WAIT_SECONDS = 5.0
+"""A request that comes while the stream is down waits so long for it before it is refused."""
+
+FindCoordinator = Callable[[], Awaitable[str]]
+"""Where the coordinator is now, "host:port". May raise anything while there is none."""
+
+_Item = OutputDelta | OctavoError
+
+
+class GrpcBackend:
+    """A `Backend` over one coordinator stream. `start` it on the loop that uses it, `close` it there."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        find: FindCoordinator,
+        *,
+        keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
+        deadline_seconds: float = wire.RPC_DEADLINE_SECONDS,
+    ) -> None:
+        self.model = model
+        self._find = find
+        self._keepalive_seconds = keepalive_seconds
+        self._deadline_seconds = deadline_seconds
+        self._ingress_id = uuid.uuid4().hex
+        self._replies: dict[str, asyncio.Queue[_Item]] = {}
+        """One queue for each unfinished request; bounded by the outputs it may have."""
+        self._commands: asyncio.Queue[coordinator_pb2.ServeRequest] | None = None
+        """Of the stream that is up."""
+        self._stub: coordinator_pb2_grpc.CoordinatorServiceStub | None = None
+        """While the stream is up."""
+        self._was_up = False
+        self._up = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # --- Backend -------------------------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> AsyncIterator[OutputDelta]:
+        """See `Backend.submit`. A lost coordinator is an `UnavailableError`, also in mid-stream."""
+        request_id = request.request_id
+        if request_id in self._replies:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        commands = await self._stream()
+        replies: asyncio.Queue[_Item] = asyncio.Queue()
+        self._replies[request_id] = replies
+        commands.put_nowait(coordinator_pb2.ServeRequest(submit=codec.encode_request(request)))
+        ended = False
+        try:
+            while not ended:
+                item = await replies.get()
+                if isinstance(item, OctavoError):
+                    ended = True
+                    raise item
+                ended = item.request_finished
+                yield item
+        finally:
+            self._replies.pop(request_id, None)
+            if not ended and commands is self._commands:
+                commands.put_nowait(
+                    coordinator_pb2.ServeRequest(
+                        abort=coordinator_pb2.Abort(request_id=request_id, reason="the caller left")
+                    )
+                )
+
+    async def health(self) -> HealthReport:
+        """LOADING before the coordinator was first found, DEAD while it cannot be asked."""
+        if self._stub is None:
+            status = HealthStatus.DEAD if self._was_up else HealthStatus.LOADING
+            return HealthReport(status=status, detail="the coordinator cannot be reached")
+        try:
+            return decode_health(
+                await self._stub.GetHealth(coordinator_pb2.GetHealthRequest(), timeout=self._deadline_seconds)
+            )
+        except grpc.aio.AioRpcError as error:
+            return HealthReport(
+                status=HealthStatus.DEAD,
+                detail=f"the coordinator does not answer: {error.details() or error.code().name}",
+            )
+
+    async def stats(self) -> dict[str, Any]:
+        """Raises `UnavailableError` while the coordinator cannot be asked."""
+        if self._stub is None:
+            raise UnavailableError("the coordinator cannot be reached")
+        try:
+            response = await self._stub.GetStats(
+                coordinator_pb2.GetStatsRequest(), timeout=self._deadline_seconds
+            )
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"the coordinator does not answer: {error.details() or error.code().name}"
+            ) from None
+        stats: dict[str, Any] = json.loads(response.stats_json)
+        return stats
+
+    # --- life ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect in the background and stay connected."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._stay_connected())
+
+    async def wait_connected(self, timeout_seconds: float) -> None:
+        """Raises `UnavailableError` when there is no stream in time."""
+        try:
+            await asyncio.wait_for(self._up.wait(), timeout_seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise UnavailableError("the coordinator cannot be reached; try again in a few seconds") from None
+
+    async def close(self) -> None:
+        """Ends the stream; requests that are unfinished then get an `UnavailableError`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _stream(self) -> asyncio.Queue[coordinator_pb2.ServeRequest]:
+        if self._commands is None:
+            await self.wait_connected(CONNECT_WAIT_SECONDS)
+        assert self._commands is not None, "set before `_up` is"
+        return self._commands
+
+    async def _stay_connected(self) -> None:
+        pause = RECONNECT_SECONDS_MIN
+        while True:
+            address = "an unknown address"
+            try:
+                address = await self._find()
+                if await self._run_stream(address):
+                    pause = RECONNECT_SECONDS_MIN
+            except OctavoError as error:
+                logger.warning("no coordinator at %s: %s", address, error.message)
+            except Exception as error:
+                # `find` asks a cluster that may be in any state; what matters is to ask again.
+                logger.warning("no coordinator found: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RECONNECT_SECONDS_MAX)
+
+    async def _run_stream(self, address: str) -> bool:
+        """Serves one stream to its end. True if it ever was up."""
+        commands: asyncio.Queue[coordinator_pb2.ServeRequest] = asyncio.Queue()
+        commands.put_nowait(
+            coordinator_pb2.ServeRequest(
+                hello=coordinator_pb2.IngressHello(
+                    protocol_version=wire.PROTOCOL_VERSION, ingress_id=self._ingress_id
+                )
+            )
+        )
+        was_up = False
+        reason = "the coordinator ended the stream"
+        async with grpc.aio.insecure_channel(
+            address, options=wire.client_options(self._keepalive_seconds)
+        ) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            call = stub.Serve(_drain(commands))
+            try:
+                await self._check_hello(address, call)
+                self._stub, self._commands = stub, commands
+                self._was_up = was_up = True
+                self._up.set()
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    self._dispatch(response)
+            except grpc.aio.AioRpcError as error:
+                reason = f"the coordinator is lost: {error.details() or error.code().name}"
+            finally:
+                self._up.clear()
+                self._stub = self._commands = None
+                call.cancel()
+                self._fail_all(UnavailableError(reason))
+        if not was_up:
+            raise UnavailableError(reason)
+        logger.warning("stream to the coordinator at %s ended: %s", address, reason)
+        return was_up
+
+    async def _check_hello(self, address: str, call: Any) -> None:
+        try:
+            response = await asyncio.wait_for(call.read(), wire.CONNECT_DEADLINE_SECONDS)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise UnavailableError(f"the coordinator at {address} did not answer") from None
+        if response is grpc.aio.EOF or response.WhichOneof("event") != "hello":
+            raise ProtocolError(f"the coordinator at {address} did not begin with a hello")
+        if response.hello.protocol_version != wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the coordinator at {address} speaks protocol {response.hello.protocol_version}, "
+                f"not {wire.PROTOCOL_VERSION}"
+            )
+        if response.hello.HasField("model"):
+            served = codec.decode_model_info(response.hello.model)
+            if (served.name, served.vocab_size) != (self.model.name, self.model.vocab_size):
+                raise ProtocolError(
+                    f"the coordinator serves {served.name}; this ingress is for {self.model.name}"
+                )
+
+    def _dispatch(self, response: coordinator_pb2.ServeResponse) -> None:
+        event = response.WhichOneof("event")
+        if event == "outputs":
+            for message in response.outputs.deltas:
+                replies = self._replies.get(message.request_id)
+                # Outputs that were under way when the caller left.
+                if replies is not None:
+                    replies.put_nowait(codec.decode_delta(message))
+        elif event == "rejection":
+            replies = self._replies.get(response.rejection.request_id)
+            if replies is not None:
+                replies.put_nowait(codec.decode_error(response.rejection.error))
+        else:
+            raise ProtocolError(f"unexpected {event} from the coordinator")
+
+    def _fail_all(self, error: OctavoError) -> None:
+        for replies in self._replies.values():
+            replies.put_nowait(error)
+
+
+async def _drain(
+    commands: asyncio.Queue[coordinator_pb2.ServeRequest],
+) -> AsyncIterator[coordinator_pb2.ServeRequest]:
+    while True:
+        yield await commands.get()

@@ -1,0 +1,227 @@
+"""The coordinator's gRPC face: one stream for each ingress, and two unary calls for what can be asked.
+
+Owns the outgoing side of each ingress. All deltas that wait when the stream can take a message go as one, so
+an ingress that keeps up gets one message a step and one that lags gets fewer, larger ones, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import grpc
+
+from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.coordinator_core import CoordinatorCore
+from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos.errors import OctavoError
+from octavo.protos.types import OutputDelta
+
+logger = logging.getLogger(__name__)
+
+PENDING_DELTAS_MAX = 65_536
+"""An ingress that lets so many pile up has stopped reading; its stream ends and its requests with it."""
+
+_HEALTH_TO_WIRE = {
+    HealthStatus.LOADING: coordinator_pb2.HEALTH_STATUS_LOADING,
+    HealthStatus.READY: coordinator_pb2.HEALTH_STATUS_READY,
+    HealthStatus.DEGRADED: coordinator_pb2.HEALTH_STATUS_DEGRADED,
+    HealthStatus.DRAINING: coordinator_pb2.HEALTH_STATUS_DRAINING,
+    HealthStatus.DEAD: coordinator_pb2.HEALTH_STATUS_DEAD,
+}
+_HEALTH_FROM_WIRE = {wire_status: status for status, wire_status in _HEALTH_TO_WIRE.items()}
+
+
+def encode_health(report: HealthReport) -> coordinator_pb2.GetHealthResponse:
+    return coordinator_pb2.GetHealthResponse(
+        status=_HEALTH_TO_WIRE[report.status],
+        detail=report.detail,
+        workers=(
+            coordinator_pb2.WorkerHealth(
+                worker_id=worker["worker_id"],
+                status=_HEALTH_TO_WIRE[HealthStatus(worker["status"])],
+                detail=worker["detail"],
+                seconds_since_heard=worker["seconds_since_heard"],
+                steps=worker["steps"],
+            )
+            for worker in report.workers
+        ),
+    )
+
+
+def decode_health(message: coordinator_pb2.GetHealthResponse) -> HealthReport:
+    """A status of a newer peer reads as LOADING: not known to be well."""
+    return HealthReport(
+        status=_HEALTH_FROM_WIRE.get(message.status, HealthStatus.LOADING),
+        detail=message.detail,
+        workers=tuple(
+            {
+                "worker_id": worker.worker_id,
+                "status": _HEALTH_FROM_WIRE.get(worker.status, HealthStatus.LOADING).value,
+                "detail": worker.detail,
+                "seconds_since_heard": worker.seconds_since_heard
+                if worker.HasField("seconds_since_heard")
+                else None,
+                "steps": worker.steps,
+            }
+            for worker in message.workers
+        ),
+    )
+
+
+class _Ingress:
+    """Outgoing side of one ingress stream; `CoordinatorCore` sees it as an `IngressSink`."""
+
+    def __init__(self, ingress_id: str) -> None:
+        self.ingress_id = ingress_id
+        self.overflowed = False
+        self.replaced = False
+        self._deltas: list[OutputDelta] = []
+        self._rejections: list[tuple[str, OctavoError]] = []
+        self._ready = asyncio.Event()
+
+    def push(self, deltas: list[OutputDelta]) -> None:
+        self._deltas += deltas
+        if len(self._deltas) > PENDING_DELTAS_MAX:
+            self.overflowed = True
+        self._ready.set()
+
+    def reject(self, request_id: str, error: OctavoError) -> None:
+        self._rejections.append((request_id, error))
+        self._ready.set()
+
+    def replace(self) -> None:
+        self.replaced = True
+        self._ready.set()
+
+    async def take(self) -> list[coordinator_pb2.ServeResponse]:
+        """Waits for something to send; all that is there then, the deltas as one message."""
+        await self._ready.wait()
+        self._ready.clear()
+        deltas, self._deltas = self._deltas, []
+        rejections, self._rejections = self._rejections, []
+        messages = [
+            coordinator_pb2.ServeResponse(
+                rejection=coordinator_pb2.Rejection(request_id=request_id, error=codec.encode_error(error))
+            )
+            for request_id, error in rejections
+        ]
+        if deltas:
+            batch = coordinator_pb2.OutputBatch(deltas=map(codec.encode_delta, deltas))
+            messages.append(coordinator_pb2.ServeResponse(outputs=batch))
+        return messages
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    def __init__(self, core: CoordinatorCore) -> None:
+        self._core = core
+        self._ingresses: dict[str, _Ingress] = {}
+
+    async def Serve(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+        first = await context.read()
+        if first is grpc.aio.EOF or first.WhichOneof("command") != "hello" or not first.hello.ingress_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be IngressHello")
+        if first.hello.protocol_version != wire.PROTOCOL_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this coordinator speaks protocol {wire.PROTOCOL_VERSION}, not {first.hello.protocol_version}",
+            )
+        ingress = _Ingress(first.hello.ingress_id)
+        previous = self._ingresses.get(ingress.ingress_id)
+        if previous is not None:
+            self._core.detach(previous)
+            previous.replace()
+        self._ingresses[ingress.ingress_id] = ingress
+        logger.info("ingress %s joined", ingress.ingress_id)
+        reader = asyncio.create_task(self._read(ingress, context))
+        try:
+            await context.write(coordinator_pb2.ServeResponse(hello=self._hello()))
+            await self._write(ingress, reader, context)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            self._core.detach(ingress)
+            if self._ingresses.get(ingress.ingress_id) is ingress:
+                del self._ingresses[ingress.ingress_id]
+            logger.info("ingress %s left", ingress.ingress_id)
+
+    async def GetStats(
+        self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetStatsResponse:
+        stats = {**self._core.stats(), "ingresses": len(self._ingresses)}
+        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(stats))
+
+    async def GetHealth(
+        self, request: coordinator_pb2.GetHealthRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetHealthResponse:
+        return encode_health(self._core.health())
+
+    def _hello(self) -> coordinator_pb2.CoordinatorHello:
+        model = self._core.model
+        return coordinator_pb2.CoordinatorHello(
+            protocol_version=wire.PROTOCOL_VERSION,
+            model=codec.encode_model_info(model) if model is not None else None,
+            unfinished_requests_max=self._core.config.unfinished_requests_max,
+        )
+
+    async def _write(
+        self, ingress: _Ingress, reader: asyncio.Task[None], context: grpc.aio.ServicerContext
+    ) -> None:
+        reader.add_done_callback(lambda _: ingress._ready.set())
+        while True:
+            for message in await ingress.take():
+                await context.write(message)
+            if ingress.overflowed:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{PENDING_DELTAS_MAX} outputs wait to be read"
+                )
+            if ingress.replaced:
+                await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this ingress took over")
+            if reader.done():
+                if (error := reader.exception()) is not None:
+                    raise error
+                return
+
+    async def _read(self, ingress: _Ingress, context: grpc.aio.ServicerContext) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            command = message.WhichOneof("command")
+            if command == "submit":
+                self._submit(ingress, message)
+            elif command == "abort":
+                self._core.abort(message.abort.request_id, ingress)
+            else:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"unexpected {command} on a request stream"
+                )
+
+    def _submit(self, ingress: _Ingress, message: coordinator_pb2.ServeRequest) -> None:
+        try:
+            self._core.submit(codec.decode_request(message.submit), ingress)
+        except OctavoError as error:
+            ingress.reject(message.submit.request_id, error)
+
+
+class CoordinatorServer:
+    """A gRPC server with the coordinator service on `host`, at a free port. Started and stopped on one loop."""
+
+    def __init__(
+        self, core: CoordinatorCore, *, host: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS
+    ) -> None:
+        self._core = core
+        self._host = host
+        self._server = grpc.aio.server(options=wire.server_options(keepalive_seconds))
+
+    async def start(self) -> str:
+        """Returns the address, "host:port"."""
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
+            CoordinatorServicer(self._core), self._server
+        )
+        port = self._server.add_insecure_port(f"{self._host}:0")
+        await self._server.start()
+        return f"{self._host}:{port}"
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Streams that are open after the grace time are cut."""
+        await self._server.stop(grace_seconds)

@@ -1,0 +1,90 @@
+"""The HTTP app on Ray Serve: one replica, or several, in front of the coordinator.
+
+Owns how a replica is put together and what Serve may queue. The app itself knows nothing of Serve. A replica
+imports neither torch nor transformers: it needs the tokenizer and `ModelInfo`, which come from the model's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.cluster.coordinator import find_coordinator
+from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.openai.app import create_app
+from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.tokenizer import Tokenizer
+from octavo.worker.loader import read_model_info, resolve_model
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray import serve
+
+logger = logging.getLogger(__name__)
+
+APP_NAME = "octavo"
+MAX_ONGOING_REQUESTS = 8192
+"""Calls in one replica. Above the front door's own limit, whose refusals are in OpenAI's shape."""
+MAX_QUEUED_REQUESTS = 1024
+"""Calls that wait at each proxy for a replica; Serve refuses the next with 503."""
+GRACEFUL_SHUTDOWN_SECONDS = 2.0
+"""The coordinator has been drained before a replica is told to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """What a replica is told. The model is named, not sent: each node has, or fetches, its own copy."""
+
+    model: str | None = None
+    max_model_len: int | None = None
+    """As the workers were told; None: the model's."""
+    num_replicas: int = 1
+    http: HttpConfig = field(default_factory=HttpConfig)
+
+
+def build_app(config: IngressConfig) -> FastAPI:
+    """The app of one replica; its lifespan holds the stream to the coordinator."""
+    source = resolve_model(config.model)
+    model = read_model_info(source)
+    if config.max_model_len is not None:
+        model = replace(model, max_model_len=min(model.max_model_len, config.max_model_len))
+    tokenizer = Tokenizer(source.tokenizer_dir)
+    backend = GrpcBackend(model, find_coordinator)
+    app = create_app(backend, tokenizer, config.http)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        backend.start()
+        yield
+        await backend.close()
+        tokenizer.close()
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+def ingress_application(config: IngressConfig) -> serve.Application:
+    """What `serve.run` takes."""
+    from ray import serve
+
+    # Serve calls a plain function, and nothing else, on the replica and not here.
+    def build() -> FastAPI:
+        return build_app(config)
+
+    # Annotated as the decorator that it is without a class.
+    deployment: Any = serve.deployment(
+        serve.ingress(build)(),
+        name="ingress",
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_queued_requests=MAX_QUEUED_REQUESTS,
+        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.2,
+        # Placed beside the workers, which have claimed the cores.
+        ray_actor_options={"num_cpus": 0},
+    )
+    application: serve.Application = deployment.bind()
+    return application

@@ -1,0 +1,381 @@
+"""The whole system from one process: a local Ray, or a cluster that is there, with everything on it.
+
+Owns the order of starting and stopping. Nothing computes here. Start is concurrent, since most of it is waiting
+for other processes to import and load: workers and coordinator come up while Serve does. Stop drains first and
+leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+from octavo.cluster.service_config import ServiceConfig, split_address
+from octavo.protos.errors import ConfigError, StartupError
+from octavo.protos.types import ModelInfo, WorkerInfo
+from octavo.worker.loader import read_model_info, resolve_model
+
+if TYPE_CHECKING:
+    from octavo.cluster.fleet import Fleet
+    from octavo.worker.actor import BuildExecutor
+
+__all__ = ["Service", "ServiceConfig"]
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS_MAX = 600.0
+"""Loading a large checkpoint from slow storage included."""
+READY_SECONDS_MAX = 60.0
+"""From loaded workers to the first good answer over HTTP."""
+RECOVERY_SECONDS_MAX = 120.0
+"""How long everything may be down before `alive` gives it up; a worker that was lost must load again."""
+CALL_SECONDS = 10.0
+"""Control calls to actors."""
+EXIT_SECONDS = 5.0
+"""What is still there after Ray's shutdown and so long is killed."""
+
+RAY_SETTINGS = {"worker_niceness": 0}
+"""Of a local Ray. By default its workers give way to every other process of the machine, clients included, and a
+server that answers people must not."""
+FREE_PORTS = range(20_000, 32_000)
+"""Where port 0 is sought: below the ports that systems hand out to clients."""
+
+OnProgress = Callable[[str], None]
+
+
+class Service:
+    """`start`, then `url`, then `stop`, once each, from one thread. `stop` is due whatever `start` raised."""
+
+    def __init__(self, config: ServiceConfig, *, build: BuildExecutor | None = None) -> None:
+        """`build`: what makes a worker's executor, in place of the real one."""
+        self.config = config
+        self.timings: dict[str, float] = {}
+        """Seconds from the start of `start` to the end of each stage, in order."""
+        self.workers: list[WorkerInfo] = []
+        """What the workers said of themselves at start."""
+        self._build = build
+        self._model: ModelInfo | None = None
+        self._port = config.port
+        self._coordinator: Any = None
+        self._fleet: Fleet | None = None
+        self._serving: Future[None] | None = None
+        self._ray_started = False
+        self._bystanders: set[int] = set()
+        self._last_alive = 0.0
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a slash at its end. A wildcard host is shown as loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def model_name(self) -> str:
+        """As clients call it. After `start`."""
+        assert self._model is not None
+        return self.config.served_model_name or self._model.name
+
+    # --- start ---------------------------------------------------------------------------------------------
+
+    def start(self, on_progress: OnProgress = lambda line: None) -> Service:
+        """Bring everything up; returns when requests are answered. `on_progress` gets a line a stage.
+
+        Raises `ConfigError` for what this machine or cluster cannot give, `ModelLoadError` for a checkpoint that
+        is wrong, `StartupError` for a part that did not come up. Call `stop` then too.
+        """
+        began = time.monotonic()
+
+        def stage(name: str, line: str) -> None:
+            self.timings[name] = time.monotonic() - began
+            on_progress(f"{line} ({self.timings[name]:.1f} s)")
+
+        on_progress("checking the model")
+        self._model = read_model_info(resolve_model(self.config.model))
+        if self.config.port == 0:
+            self._port = _choose_port(self.config.host)
+        else:
+            _check_port(self.config.host, self._port)
+        stage("model", f"model {self._model.name} found")
+        self._start_ray()
+        stage("ray", "Ray is up" if self.config.ray_address is None else "joined the Ray cluster")
+        with ThreadPoolExecutor(1, thread_name_prefix="octavo-serve") as threads:
+            self._start_actors()
+            self._serving = threads.submit(self._start_serve, lambda: stage("serve", "HTTP is up"))
+            assert self._fleet is not None
+            self.workers = self._fleet.wait_ready(
+                START_SECONDS_MAX, lambda info: stage(info.worker_id, _describe(info))
+            )
+            self._serving.result(READY_SECONDS_MAX)
+        self._wait_answering()
+        stage("ready", f"ready at {self.url}")
+        self._last_alive = time.monotonic()
+        return self
+
+    def _start_ray(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            raise StartupError("this process is already connected to a Ray cluster")
+        self._bystanders = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._ray_started = True
+        common: dict[str, Any] = {
+            "namespace": _namespace(),
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
+        _check_ray_address(self.config.ray_address)
+        with _own_signals(), _quiet():
+            try:
+                if self.config.ray_address is None:
+                    ray.init(address="local", include_dashboard=False, _system_config=RAY_SETTINGS, **common)
+                else:
+                    ray.init(address=self.config.ray_address, **common)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                where = self.config.ray_address or "a local cluster"
+                raise StartupError(f"Ray did not come up at {where}: {error}") from error
+
+    def _start_actors(self) -> None:
+        import ray
+
+        from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
+        from octavo.cluster.coordinator_core import CoordinatorConfig
+        from octavo.cluster.fleet import Fleet, check_resources
+        from octavo.worker.actor import build_executor
+
+        offered = ray.cluster_resources()
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if offered.get("GPU", 0) >= self.config.num_workers else "cpu"
+        configs = self.config.worker_configs(cores=int(offered.get("CPU", 1)), device=device)
+        check_resources(configs, offered)
+        loopback = self.config.ray_address is None
+        coordinator_config = CoordinatorConfig(
+            worker_ids=tuple(config.worker_id for config in configs),
+            scheduler_options=self.config.scheduler_options(),
+            seed=self.config.seed,
+        )
+        try:
+            self._coordinator = (
+                ray.remote(Coordinator)
+                .options(name=COORDINATOR_NAME, namespace=NAMESPACE, max_restarts=-1, num_cpus=0)
+                .remote(coordinator_config, loopback=loopback)
+            )
+        except ValueError as error:
+            raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
+        self._fleet = Fleet(configs, loopback=loopback, build=self._build or build_executor)
+
+    def _start_serve(self, on_up: Callable[[], None]) -> None:
+        """On its own thread, beside the workers."""
+        import ray
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+        from ray.serve.schema import LoggingConfig
+
+        from octavo.cluster.ingress import APP_NAME, IngressConfig, ingress_application
+
+        quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        config = IngressConfig(
+            model=self.config.model,
+            max_model_len=self.config.max_model_len,
+            num_replicas=self.config.num_ingresses,
+            http=self.config.http_config(),
+        )
+        try:
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options=HTTPOptions(host=self.config.host, port=self._port),
+                logging_config=quiet,
+            )
+            serve.run(ingress_application(config), name=APP_NAME, route_prefix="/", logging_config=quiet)
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            # Ray's text is a traceback of another process; its last line says what happened there.
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise StartupError(f"HTTP did not come up at {self.url}: {reason}") from error
+        on_up()
+
+    def _wait_answering(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS_MAX
+        answer = "no answer"
+        # A proxy of the user's shell has no business between us and ourselves.
+        with httpx.Client(trust_env=False, timeout=CALL_SECONDS) as client:
+            while time.monotonic() < deadline:
+                try:
+                    reply = client.get(f"{self.url}/ready")
+                    if reply.status_code == httpx.codes.OK:
+                        return
+                    answer = reply.text
+                except httpx.TransportError as error:
+                    answer = f"{type(error).__name__}: {error}"
+                time.sleep(0.05)
+        raise StartupError(
+            f"{self.url}/ready did not turn good within {READY_SECONDS_MAX:g} s: {answer:.200}"
+        )
+
+    # --- life ----------------------------------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        """False once nothing has worked for `RECOVERY_SECONDS_MAX`: parts that are being restarted have had
+        their time."""
+        import ray
+
+        try:
+            report = ray.get(self._coordinator.health.remote(), timeout=CALL_SECONDS)
+            if report.status.alive:
+                self._last_alive = time.monotonic()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the coordinator does not answer: %s", type(error).__name__)
+        return time.monotonic() - self._last_alive < RECOVERY_SECONDS_MAX
+
+    def stats(self) -> dict[str, Any]:
+        """Of all workers together. After `start`."""
+        import ray
+
+        stats: dict[str, Any] = ray.get(self._coordinator.stats.remote(), timeout=CALL_SECONDS)
+        return stats
+
+    def stop(self, grace_seconds: float = 30.0) -> None:
+        """Refuse new requests, let running ones finish for `grace_seconds`, then take everything down.
+
+        Safe to call at any time, more than once, and after a `start` that failed.
+        """
+        if not self._ray_started:
+            return
+        import ray
+
+        self._ray_started = False
+        try:
+            if ray.is_initialized():
+                self._drain(grace_seconds)
+                if self.config.ray_address is not None:
+                    self._leave_cluster()
+        finally:
+            ours = [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if child.pid not in self._bystanders
+            ]
+            with _own_signals():
+                ray.shutdown()
+            if self.config.ray_address is None:
+                _end_processes(ours)
+
+    def _drain(self, grace_seconds: float) -> None:
+        import ray
+
+        if self._coordinator is None:
+            return
+        try:
+            left = ray.get(
+                self._coordinator.drain.remote(grace_seconds), timeout=grace_seconds + CALL_SECONDS
+            )
+            if left:
+                logger.warning("%d requests did not finish within %g s", left, grace_seconds)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the coordinator could not be drained: %s", type(error).__name__)
+
+    def _leave_cluster(self) -> None:
+        """What is ours goes; the cluster and its Serve stay."""
+        import ray
+        from ray import serve
+
+        from octavo.cluster.ingress import APP_NAME
+
+        if self._serving is not None and self._serving.done():
+            serve.delete(APP_NAME)
+        if self._fleet is not None:
+            self._fleet.kill()
+        if self._coordinator is not None:
+            ray.kill(self._coordinator, no_restart=True)
+
+
+def _namespace() -> str:
+    from octavo.cluster.coordinator import NAMESPACE
+
+    return NAMESPACE
+
+
+def _describe(info: WorkerInfo) -> str:
+    gib = info.num_blocks * info.kv_bytes_per_block / 2**30
+    return f"{info.worker_id} on {info.device}, {info.dtype}: {info.num_blocks} KV blocks, {gib:.2f} GiB"
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` when nobody could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As Serve's own socket: connections of a server that ended a moment ago do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from error
+
+
+def _check_ray_address(address: str | None) -> None:
+    """Raise `StartupError` when nobody listens there: Ray itself would try for minutes."""
+    if address is None or address == "auto":
+        return
+    try:
+        socket.create_connection(split_address(address), timeout=CALL_SECONDS).close()
+    except OSError as error:
+        raise StartupError(f"no Ray cluster at {address}: {error.strerror or error}") from error
+
+
+def _choose_port(host: str) -> int:
+    """A free port that Ray's processes, which start meanwhile, will not be given by the system."""
+    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
+        try:
+            _check_port(host, port)
+        except ConfigError:
+            continue
+        return port
+    raise ConfigError(
+        f"no free port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} on {host}", param="port"
+    )
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray installs a SIGTERM handler of its own, which would end this process without draining."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray speaks to whoever calls `init`; our users did not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _end_processes(processes: list[psutil.Process]) -> None:
+    """Wait for processes to end; kill those that do not."""
+    _, left = psutil.wait_procs(processes, timeout=EXIT_SECONDS)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+        logger.warning("killed process %d, which outlived Ray's shutdown", process.pid)
+    psutil.wait_procs(left, timeout=EXIT_SECONDS)

@@ -1,0 +1,104 @@
+"""What a whole system is told: one frozen object, from which each part's own configuration is made.
+
+Owns names, defaults and what only the whole can check. Options that a part owns are checked by that part, at
+once, so that a wrong one need not wait for a cluster to be noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.cluster.openai.config import HttpConfig
+from octavo.protos.errors import ConfigError
+from octavo.scheduler.config import SchedulerConfig
+from octavo.worker.config import WorkerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """Options of the whole system. Raises `ConfigError` naming the option."""
+
+    model: str | None = None
+    """None: the default model; else a folder, a .gguf file or a hub id."""
+    num_workers: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    ray_address: str | None = None
+    """None: start a local Ray, whatever the environment says; "auto" or "host:port": join that one."""
+    num_ingresses: int = 1
+    threads_per_worker: int | None = None
+    """CPU threads; None: the cluster's cores shared evenly, at least 1."""
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.90
+    preemption: str = "auto"
+    prefix_cache: bool = True
+    itl_target: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "num_ingresses"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+        if self.ray_address is not None and self.ray_address != "auto":
+            split_address(self.ray_address)
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}", param="port")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host must be an address, got {self.host!r}", param="host")
+        # The parts check their own options; a wrong one should not wait for a cluster to be noticed.
+        self.worker_configs(cores=1, device="cpu" if self.device == "auto" else self.device)
+        SchedulerConfig(num_blocks=self.num_blocks or 1, **self.scheduler_options())
+        self.http_config()
+
+    def worker_configs(self, *, cores: int, device: str) -> list[WorkerConfig]:
+        """One for each worker, on `device`, when the cluster has so many `cores`."""
+        return [
+            WorkerConfig(
+                worker_id=f"worker-{number}",
+                model=self.model,
+                device=device,
+                dtype=self.dtype,
+                quantization=self.quantization,
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
+            )
+            for number in range(self.num_workers)
+        ]
+
+    def scheduler_options(self) -> dict[str, Any]:
+        """What of `SchedulerConfig` is configured rather than discovered."""
+        return {
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "preemption": self.preemption,
+            "prefix_cache": self.prefix_cache,
+            "itl_target": self.itl_target,
+        }
+
+    def http_config(self) -> HttpConfig:
+        names = () if self.served_model_name is None else (self.served_model_name,)
+        return HttpConfig(served_model_names=names, api_keys=self.api_keys)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of "host:port". Raises `ConfigError`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in address:
+        raise ConfigError(f"ray_address must be auto or HOST:PORT, got {address!r}", param="ray_address")
+    return host, int(port)

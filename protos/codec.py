@@ -1,0 +1,453 @@
+"""Dataclasses of `types.py` to protobuf messages and back: the only module that knows both.
+
+`encode_*` takes a dataclass and returns a message; `decode_*` takes a message that came from a peer and
+returns a dataclass, or raises `ProtocolError` when the message is damaged and `InvalidRequestError` when it
+is well formed but asks for the impossible. A decoded array is read-only and shares the bytes of the message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.protos import common_pb2, coordinator_pb2, worker_pb2
+from octavo.protos.errors import OctavoError, OverloadedError, ProtocolError, revive
+from octavo.protos.types import (
+    FinishReason,
+    Int32Array,
+    ModelInfo,
+    NewSequence,
+    OutputDelta,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerInfo,
+)
+
+_INT32 = np.dtype("<i4")
+_FLOAT64 = np.dtype("<f8")
+_UINT8 = np.dtype("u1")
+_SIGN_BIT = 1 << 63
+
+_REASON_TO_WIRE = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_REASON_FROM_WIRE = {wire: reason for reason, wire in _REASON_TO_WIRE.items()}
+
+
+# Arrays
+
+
+def encode_ints(values: Int32Array | Iterable[int]) -> bytes:
+    """int32 of any shape as little-endian bytes, C order."""
+    array = values if isinstance(values, np.ndarray) else np.fromiter(values, _INT32)
+    return np.ascontiguousarray(array, dtype=_INT32).tobytes()
+
+
+def _decode(name: str, data: bytes, dtype: np.dtype[Any], columns: int | None = None) -> npt.NDArray[Any]:
+    row_bytes = dtype.itemsize * (columns or 1)
+    if len(data) % row_bytes:
+        raise ProtocolError(f"{name} has {len(data)} bytes, not a multiple of {row_bytes}")
+    array = np.frombuffer(data, dtype)
+    return array if columns is None else array.reshape(-1, columns)
+
+
+def decode_ints(name: str, data: bytes, columns: int | None = None) -> Int32Array:
+    """int32 [N], or [N, columns]. Raises `ProtocolError` naming the field when the bytes do not divide."""
+    return _decode(name, data, _INT32, columns)
+
+
+def _same_length(**fields: npt.NDArray[Any]) -> None:
+    if len({len(array) for array in fields.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(array)}" for name, array in fields.items())
+        raise ProtocolError(f"columns of one table differ in length: {lengths}")
+
+
+# Errors
+
+
+def encode_error(error: OctavoError) -> common_pb2.ErrorDetail:
+    return common_pb2.ErrorDetail(
+        name=type(error).__name__,
+        message=error.message,
+        param=error.param or "",
+        code=error.code or "",
+        retry_after_seconds=error.retry_after_seconds if isinstance(error, OverloadedError) else 0.0,
+    )
+
+
+def decode_error(message: common_pb2.ErrorDetail) -> OctavoError:
+    error = revive(message.name, message.message, param=message.param or None, code=message.code or None)
+    if isinstance(error, OverloadedError):
+        error.retry_after_seconds = message.retry_after_seconds
+    return error
+
+
+# Requests
+
+
+def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        n=params.n,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=encode_ints(params.stop_token_ids),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def decode_params(message: common_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        n=message.n,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(decode_ints("stop_token_ids", message.stop_token_ids).tolist()),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        skip_special_tokens=message.skip_special_tokens,
+    )
+
+
+def _encode_request(request: Request, prompt: bytes) -> common_pb2.Request:
+    return common_pb2.Request(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        params=encode_params(request.params),
+        # The key is 64 bits whichever way its sign is read; fold [2^63, 2^64) into two's complement.
+        seed=(request.seed + _SIGN_BIT) % (1 << 64) - _SIGN_BIT,
+        eos_token_ids=encode_ints(request.eos_token_ids),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        use_prefix_cache=request.use_prefix_cache,
+    )
+
+
+def _decode_request(message: common_pb2.Request, prompt: Int32Array) -> Request:
+    if not message.request_id:
+        raise ProtocolError("a request has no id")
+    if len(prompt) == 0:
+        raise ProtocolError(f"request {message.request_id} has no prompt")
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=prompt,
+        params=decode_params(message.params),
+        seed=message.seed,
+        eos_token_ids=tuple(decode_ints("eos_token_ids", message.eos_token_ids).tolist()),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        adapter=message.adapter,
+        use_prefix_cache=message.use_prefix_cache,
+    )
+
+
+def encode_request(request: Request) -> common_pb2.Request:
+    return _encode_request(request, encode_ints(request.prompt_token_ids))
+
+
+def decode_request(message: common_pb2.Request) -> Request:
+    return _decode_request(message, decode_ints("prompt_token_ids", message.prompt_token_ids))
+
+
+# Plans and results
+
+
+def _encode_new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
+    return worker_pb2.NewSequence(
+        row=new.row,
+        # `token_ids` begins with the prompt; a long one need not travel twice.
+        request=_encode_request(new.request, b""),
+        branch=new.branch,
+        max_tokens=new.max_tokens,
+        token_ids=encode_ints(new.token_ids),
+        num_prompt_tokens=new.request.num_prompt_tokens,
+        num_computed_tokens=new.num_computed_tokens,
+    )
+
+
+def _decode_new_sequence(message: worker_pb2.NewSequence) -> NewSequence:
+    token_ids = decode_ints("token_ids", message.token_ids)
+    if not 1 <= message.num_prompt_tokens <= len(token_ids):
+        raise ProtocolError(f"a prompt of {message.num_prompt_tokens} tokens within {len(token_ids)}")
+    return NewSequence(
+        row=message.row,
+        request=_decode_request(message.request, token_ids[: message.num_prompt_tokens]),
+        branch=message.branch,
+        max_tokens=message.max_tokens,
+        token_ids=token_ids,
+        num_computed_tokens=message.num_computed_tokens,
+    )
+
+
+def encode_plan(plan: StepPlan) -> worker_pb2.StepPlan:
+    """Columns that a steady decode repeats every step (all ones, every row sampled) are left out."""
+    num_rows = len(plan.rows)
+    samples_rows = np.array_equal(plan.sample_rows, plan.rows) and np.array_equal(
+        plan.sample_indices, np.arange(num_rows)
+    )
+    return worker_pb2.StepPlan(
+        step_id=plan.step_id,
+        epoch=plan.epoch,
+        released_rows=encode_ints(plan.released_rows),
+        new_sequences=map(_encode_new_sequence, plan.new_sequences),
+        block_updates=encode_ints(plan.block_updates),
+        forks=encode_ints(plan.forks),
+        block_copies=encode_ints(plan.block_copies),
+        rows=encode_ints(plan.rows),
+        num_tokens=b"" if (plan.num_tokens == 1).all() else encode_ints(plan.num_tokens),
+        start_positions=encode_ints(plan.start_positions),
+        sample_rows=b"" if samples_rows else encode_ints(plan.sample_rows),
+        sample_indices=b"" if samples_rows else encode_ints(plan.sample_indices),
+        samples_rows=samples_rows,
+    )
+
+
+def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
+    rows = decode_ints("rows", message.rows)
+    num_tokens = decode_ints("num_tokens", message.num_tokens)
+    if not message.num_tokens:
+        num_tokens = np.ones(len(rows), np.int32)
+    start_positions = decode_ints("start_positions", message.start_positions)
+    _same_length(rows=rows, num_tokens=num_tokens, start_positions=start_positions)
+    if message.samples_rows:
+        sample_rows, sample_indices = rows, np.arange(len(rows), dtype=np.int32)
+    else:
+        sample_rows = decode_ints("sample_rows", message.sample_rows)
+        sample_indices = decode_ints("sample_indices", message.sample_indices)
+        _same_length(sample_rows=sample_rows, sample_indices=sample_indices)
+    return StepPlan(
+        step_id=message.step_id,
+        epoch=message.epoch,
+        released_rows=decode_ints("released_rows", message.released_rows),
+        new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
+        block_updates=decode_ints("block_updates", message.block_updates, columns=3),
+        forks=decode_ints("forks", message.forks, columns=3),
+        block_copies=decode_ints("block_copies", message.block_copies, columns=2),
+        rows=rows,
+        num_tokens=num_tokens,
+        start_positions=start_positions,
+        sample_rows=sample_rows,
+        sample_indices=sample_indices,
+    )
+
+
+def encode_logprobs(logprobs: Sequence[TokenLogprobs | None]) -> common_pb2.TokenLogprobs | None:
+    """None, which leaves the message field absent, for an empty sequence."""
+    if not logprobs:
+        return None
+    given = [entry for entry in logprobs if entry is not None]
+    top_ids = list(itertools.chain.from_iterable(entry.top_ids for entry in given))
+    top_logprobs = list(itertools.chain.from_iterable(entry.top_logprobs for entry in given))
+    assert len(top_ids) == len(top_logprobs)
+    return common_pb2.TokenLogprobs(
+        present=bytes(entry is not None for entry in logprobs),
+        logprobs=np.array([entry.logprob for entry in given], _FLOAT64).tobytes(),
+        top_counts=encode_ints(len(entry.top_ids) for entry in given),
+        top_ids=encode_ints(top_ids),
+        top_logprobs=np.array(top_logprobs, _FLOAT64).tobytes(),
+    )
+
+
+def decode_logprobs(message: common_pb2.TokenLogprobs) -> tuple[TokenLogprobs | None, ...]:
+    present = _decode("present", message.present, _UINT8)
+    chosen = _decode("logprobs", message.logprobs, _FLOAT64)
+    counts = decode_ints("top_counts", message.top_counts)
+    top_ids = decode_ints("top_ids", message.top_ids).tolist()
+    top_logprobs = _decode("top_logprobs", message.top_logprobs, _FLOAT64).tolist()
+    if (present > 1).any() or int(present.sum()) != len(chosen) or (counts < 0).any():
+        raise ProtocolError("log-probabilities do not match the positions they are for")
+    _same_length(logprobs=chosen, top_counts=counts)
+    if not int(counts.sum(dtype=np.int64)) == len(top_ids) == len(top_logprobs):
+        raise ProtocolError("alternatives do not match their counts")
+    entries = []
+    start = 0
+    for logprob, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        end = start + count
+        entries.append(TokenLogprobs(logprob, tuple(top_ids[start:end]), tuple(top_logprobs[start:end])))
+        start = end
+    given = iter(entries)
+    return tuple(next(given) if flag else None for flag in present.tolist())
+
+
+def encode_result(result: StepResult) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(
+        step_id=result.step_id,
+        epoch=result.epoch,
+        token_ids=encode_ints(result.token_ids),
+        logprobs=encode_logprobs(result.logprobs),
+        row_errors=(
+            worker_pb2.RowError(sample_index=index, message=text) for index, text in result.row_errors
+        ),
+        step_seconds=result.step_seconds,
+        parts_seconds=result.parts_seconds,
+    )
+
+
+def decode_result(message: worker_pb2.StepResult) -> StepResult:
+    token_ids = decode_ints("token_ids", message.token_ids)
+    logprobs = decode_logprobs(message.logprobs) if message.HasField("logprobs") else ()
+    if logprobs and len(logprobs) != len(token_ids):
+        raise ProtocolError(f"log-probabilities for {len(logprobs)} rows beside {len(token_ids)} tokens")
+    if any(not 0 <= error.sample_index < len(token_ids) for error in message.row_errors):
+        raise ProtocolError(f"a row error outside the {len(token_ids)} sampled rows")
+    return StepResult(
+        step_id=message.step_id,
+        epoch=message.epoch,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        row_errors=tuple((error.sample_index, error.message) for error in message.row_errors),
+        step_seconds=message.step_seconds,
+        parts_seconds=dict(message.parts_seconds),
+    )
+
+
+# Outputs
+
+
+def encode_delta(delta: OutputDelta) -> coordinator_pb2.OutputDelta:
+    return coordinator_pb2.OutputDelta(
+        request_id=delta.request_id,
+        branch=delta.branch,
+        offset=delta.offset,
+        token_ids=encode_ints(delta.token_ids),
+        logprobs=encode_logprobs(delta.logprobs),
+        finish_reason=_REASON_TO_WIRE[delta.finish_reason] if delta.finish_reason else None,
+        request_finished=delta.request_finished,
+        error=delta.error,
+        error_name=delta.error_name,
+        metrics=_encode_metrics(delta.metrics) if delta.metrics else None,
+    )
+
+
+def decode_delta(message: coordinator_pb2.OutputDelta) -> OutputDelta:
+    token_ids = decode_ints("token_ids", message.token_ids)
+    logprobs = decode_logprobs(message.logprobs) if message.HasField("logprobs") else ()
+    if logprobs and len(logprobs) != len(token_ids):
+        raise ProtocolError(f"log-probabilities for {len(logprobs)} positions beside {len(token_ids)} tokens")
+    reason = None
+    if message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+        # A reason of a newer peer still ends the branch; which word it used is the least of it.
+        reason = _REASON_FROM_WIRE.get(message.finish_reason, FinishReason.STOP)
+    return OutputDelta(
+        request_id=message.request_id,
+        branch=message.branch,
+        offset=message.offset,
+        token_ids=tuple(token_ids.tolist()),
+        logprobs=logprobs,
+        finish_reason=reason,
+        request_finished=message.request_finished,
+        error=message.error if message.HasField("error") else None,
+        error_name=message.error_name if message.HasField("error_name") else None,
+        metrics=_decode_metrics(message.metrics) if message.HasField("metrics") else None,
+    )
+
+
+def _encode_metrics(metrics: RequestMetrics) -> coordinator_pb2.RequestMetrics:
+    return coordinator_pb2.RequestMetrics(
+        cached_tokens=metrics.cached_tokens,
+        num_preemptions=metrics.num_preemptions,
+        queue_seconds=metrics.queue_seconds,
+        ttft_seconds=metrics.ttft_seconds,
+        total_seconds=metrics.total_seconds,
+        recomputed_tokens=metrics.recomputed_tokens,
+    )
+
+
+def _decode_metrics(message: coordinator_pb2.RequestMetrics) -> RequestMetrics:
+    return RequestMetrics(
+        cached_tokens=message.cached_tokens,
+        num_preemptions=message.num_preemptions,
+        queue_seconds=message.queue_seconds,
+        ttft_seconds=message.ttft_seconds,
+        total_seconds=message.total_seconds,
+        recomputed_tokens=message.recomputed_tokens,
+    )
+
+
+# Models and workers
+
+
+def encode_model_info(info: ModelInfo) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(
+        name=info.name,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=encode_ints(info.eos_token_ids),
+    )
+
+
+def decode_model_info(message: common_pb2.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(decode_ints("eos_token_ids", message.eos_token_ids).tolist()),
+    )
+
+
+def encode_worker_info(info: WorkerInfo) -> worker_pb2.WorkerInfo:
+    return worker_pb2.WorkerInfo(
+        worker_id=info.worker_id,
+        model=encode_model_info(info.model),
+        device=info.device,
+        dtype=info.dtype,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        max_num_seqs=info.max_num_seqs,
+        kv_bytes_per_block=info.kv_bytes_per_block,
+        prefill_tokens_per_second=info.prefill_tokens_per_second,
+        decode_step_seconds=info.decode_step_seconds,
+    )
+
+
+def decode_worker_info(message: worker_pb2.WorkerInfo) -> WorkerInfo:
+    if not message.worker_id or message.num_blocks < 1 or message.block_size < 1 or message.max_num_seqs < 1:
+        raise ProtocolError("a worker's hello lacks its id, blocks or rows")
+    return WorkerInfo(
+        worker_id=message.worker_id,
+        model=decode_model_info(message.model),
+        device=message.device,
+        dtype=message.dtype,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        num_host_blocks=message.num_host_blocks,
+        max_num_seqs=message.max_num_seqs,
+        kv_bytes_per_block=message.kv_bytes_per_block,
+        prefill_tokens_per_second=message.prefill_tokens_per_second,
+        decode_step_seconds=message.decode_step_seconds,
+    )

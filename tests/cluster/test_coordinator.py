@@ -1,0 +1,644 @@
+"""Ingress -> coordinator -> worker and back, over real sockets, without Ray and without a model."""
+
+import asyncio
+import collections
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from octavo.cluster import coordinator_servicer, worker_link
+from octavo.cluster.backend import HealthStatus
+from octavo.cluster.cluster_stats import COUNTERS, GAUGES, MAXIMA, total
+from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_servicer import CoordinatorServer
+from octavo.protos import coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnavailableError,
+)
+from octavo.protos.types import FinishReason, Request, SamplingParams
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.servicer import WorkerServer
+
+from .support import MODEL, FakeExecutor, collect, expected, make_request, run, until, worker_info
+
+
+class Cluster:
+    """A coordinator, `num_workers` fake workers, and ingresses as they are asked for."""
+
+    def __init__(
+        self, num_workers=1, *, info=None, step_seconds=0.0, budget=512, keepalive_seconds=10.0, **config
+    ):
+        self.worker_ids = tuple(f"worker-{number}" for number in range(num_workers))
+        options = {"max_num_batched_tokens": budget, **config.pop("scheduler_options", {})}
+        self.config = CoordinatorConfig(
+            worker_ids=self.worker_ids, scheduler_options=options, lease_seconds=1.0, **config
+        )
+        self.info = info or {}
+        self.keepalive_seconds = keepalive_seconds
+        self.budget = budget
+        self.step_seconds = step_seconds
+        self.servers = {}
+        self.executors = {}
+        self.addresses = {}
+        self.backends = []
+        self.stuck = []
+
+    async def __aenter__(self):
+        await self.start_coordinator()
+        for worker_id in self.worker_ids:
+            await self.start_worker(worker_id)
+        await until(lambda: self.core.health().status is HealthStatus.READY)
+        return self
+
+    async def __aexit__(self, *_):
+        for executor in self.executors.values():
+            executor.gate.set()
+        for backend in self.backends:
+            await backend.close()
+        await self.core.close()
+        for server in self.servers.values():
+            await server.stop()
+        await self.server.stop(0)
+
+    async def start_coordinator(self):
+        self.core = CoordinatorCore(self.config, on_stuck=self.stuck.append)
+        self.server = CoordinatorServer(self.core, host="127.0.0.1", keepalive_seconds=self.keepalive_seconds)
+        self.address = await self.server.start()
+
+    async def start_worker(self, worker_id):
+        executor = FakeExecutor(
+            worker_info(worker_id, **self.info), budget=self.budget, step_seconds=self.step_seconds
+        )
+        server = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None, heartbeat_seconds=0.05)
+        self.executors[worker_id], self.servers[worker_id] = executor, server
+        self.addresses[worker_id] = await server.start()
+        self.core.announce(worker_id, self.addresses[worker_id])
+
+    async def kill_worker(self, worker_id):
+        self.executors[worker_id].gate.set()
+        await self.servers.pop(worker_id).stop()
+
+    async def backend(self, **options):
+        async def find():
+            return self.address
+
+        backend = GrpcBackend(MODEL, find, **options)
+        backend.start()
+        await backend.wait_connected(10)
+        self.backends.append(backend)
+        return backend
+
+    def scheduler(self, worker_id="worker-0"):
+        return self.core._slots[worker_id].link.scheduler
+
+    async def idle(self):
+        """Rule R2, once nothing is unfinished."""
+        await until(lambda: self.core.num_unfinished == 0)
+        for worker_id in self.worker_ids:
+            await until(lambda worker_id=worker_id: not self.scheduler(worker_id).has_work)
+            self.scheduler(worker_id).check_integrity()
+            snapshot = self.scheduler(worker_id).snapshot()
+            assert snapshot["running"] == snapshot["waiting"] == snapshot["blocks_used"] == 0
+
+
+def test_the_tokens_of_a_request_arrive_in_order_and_complete():
+    async def test():
+        async with Cluster() as cluster:
+            backend = await cluster.backend()
+            request = make_request("a", max_tokens=40)
+            assert await collect(backend, request) == {0: expected(request)}
+            await cluster.idle()
+
+    run(test())
+
+
+def test_many_requests_of_two_ingresses_on_two_workers():
+    async def test():
+        async with Cluster(2, budget=64) as cluster:
+            backends = [await cluster.backend(), await cluster.backend()]
+            requests = [
+                make_request(
+                    f"r{number}", list(range(1, 2 + 7 * number)), max_tokens=5 + number, n=1 + number % 3
+                )
+                for number in range(24)
+            ]
+            outputs = await asyncio.gather(
+                *(collect(backends[number % 2], request) for number, request in enumerate(requests))
+            )
+            for request, tokens in zip(requests, outputs, strict=True):
+                assert tokens == {branch: expected(request, branch) for branch in range(request.params.n)}
+            assert all(cluster.scheduler(worker_id).snapshot()["steps"] for worker_id in cluster.worker_ids)
+            await cluster.idle()
+
+    run(test())
+
+
+def test_tokens_of_one_step_are_one_message_to_each_ingress(monkeypatch):
+    """Counted: 16 streams that decode together cost one message a step, not sixteen."""
+    messages = collections.Counter()
+    dispatch = GrpcBackend._dispatch
+
+    def counting(self, response):
+        messages[len(response.outputs.deltas)] += 1
+        dispatch(self, response)
+
+    monkeypatch.setattr(GrpcBackend, "_dispatch", counting)
+
+    async def test():
+        async with Cluster(step_seconds=0.002) as cluster:
+            backend = await cluster.backend()
+            cluster.executors["worker-0"].gate.clear()
+            tasks = [
+                asyncio.create_task(collect(backend, make_request(f"r{number}", max_tokens=50)))
+                for number in range(16)
+            ]
+            await until(lambda: cluster.core.num_unfinished == 16)
+            cluster.executors["worker-0"].gate.set()
+            await asyncio.gather(*tasks)
+            steps = cluster.scheduler().snapshot()["steps"]
+            assert sum(messages.values()) <= steps
+            assert messages[16] >= 30
+
+    run(test())
+
+
+class TestRefusals:
+    def test_errors_arrive_as_what_they_are(self):
+        async def test():
+            async with Cluster(info={"num_blocks": 10}) as cluster:
+                backend = await cluster.backend()
+                with pytest.raises(RequestTooLargeError, match="10"):
+                    await collect(backend, make_request("too big", list(range(1, 200))))
+                with pytest.raises(InvalidRequestError, match="logit_bias"):
+                    await collect(backend, make_request("bias", logit_bias={5000: 1.0}))
+                with pytest.raises(InvalidRequestError, match="prompt token ids"):
+                    await collect(backend, make_request("ids", [1, MODEL.vocab_size]))
+                with pytest.raises(InvalidRequestError, match="prompt token ids"):
+                    await collect(backend, make_request("negative", [1, -1]))
+                request = make_request("fine")
+                assert await collect(backend, request) == {0: expected(request)}
+                assert cluster.core.stats()["requests"]["rejected"] == 4
+
+        run(test())
+
+    def test_more_unfinished_requests_than_the_limit(self):
+        async def test():
+            async with Cluster(unfinished_requests_max=3) as cluster:
+                backend = await cluster.backend()
+                cluster.executors["worker-0"].gate.clear()
+                tasks = [asyncio.create_task(collect(backend, make_request(f"r{n}"))) for n in range(3)]
+                await until(lambda: cluster.core.num_unfinished == 3)
+                with pytest.raises(OverloadedError) as refusal:
+                    await collect(backend, make_request("one more"))
+                assert refusal.value.retry_after_seconds > 0
+                cluster.executors["worker-0"].gate.set()
+                await asyncio.gather(*tasks)
+                await collect(backend, make_request("now it fits"))
+
+        run(test())
+
+    def test_no_worker_yet(self):
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                await cluster.kill_worker("worker-0")
+                await until(lambda: cluster.core.health().status is HealthStatus.DEAD)
+                with pytest.raises(UnavailableError, match="no worker is ready"):
+                    await collect(backend, make_request("a"))
+
+        run(test())
+
+    def test_an_id_in_use(self):
+        async def test():
+            async with Cluster() as cluster:
+                first, second = await cluster.backend(), await cluster.backend()
+                cluster.executors["worker-0"].gate.clear()
+                running = asyncio.create_task(collect(first, make_request("same")))
+                await until(lambda: cluster.core.num_unfinished == 1)
+                for backend in (first, second):
+                    with pytest.raises(InvalidRequestError, match="in use"):
+                        await collect(backend, make_request("same"))
+                cluster.executors["worker-0"].gate.set()
+                assert await running == {0: expected(make_request("same"))}
+
+        run(test())
+
+    def test_an_unexpected_worker_and_bad_config(self):
+        async def test():
+            async with Cluster() as cluster:
+                with pytest.raises(ConfigError, match="worker-9"):
+                    cluster.core.announce("worker-9", "127.0.0.1:1")
+
+        run(test())
+        with pytest.raises(ConfigError):
+            CoordinatorConfig(worker_ids=())
+        with pytest.raises(ConfigError):
+            CoordinatorConfig(worker_ids=("a",), unfinished_requests_max=0)
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("tokens", [0, 2], ids=["before the first token", "in mid-stream"])
+    def test_d20_a_caller_that_leaves_frees_its_blocks(self, tokens):
+        async def test():
+            async with Cluster(step_seconds=0.002) as cluster:
+                backend = await cluster.backend()
+                other = make_request("stays", max_tokens=60)
+                staying = asyncio.create_task(collect(backend, other))
+                cluster.executors["worker-0"].gate.set() if tokens else cluster.executors[
+                    "worker-0"
+                ].gate.clear()
+                stream = backend.submit(make_request("leaves", max_tokens=2000))
+                waiting = asyncio.create_task(stream.__anext__())
+                await until(lambda: cluster.core.num_unfinished == 2)
+                if tokens:
+                    await waiting
+                    await stream.__anext__()
+                    await stream.aclose()
+                else:
+                    waiting.cancel()
+                await until(lambda: cluster.core.stats()["requests"]["aborted"] == 1, seconds=2)
+                cluster.executors["worker-0"].gate.set()
+                assert await staying == {0: expected(other)}
+                await cluster.idle()
+
+        run(test())
+
+    def test_a_request_that_ended_sends_no_abort(self):
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                stream = backend.submit(make_request("a"))
+                async for _ in stream:
+                    pass
+                await stream.aclose()
+                await collect(backend, make_request("b"))
+                assert cluster.core.stats()["requests"]["aborted"] == 0
+
+        run(test())
+
+    def test_an_ingress_that_dies_takes_its_requests_along_and_no_other(self):
+        async def test():
+            async with Cluster(step_seconds=0.002) as cluster:
+                dying, living = await cluster.backend(), await cluster.backend()
+                ends = [
+                    asyncio.create_task(collect(dying, make_request(f"d{n}", max_tokens=2000)))
+                    for n in range(5)
+                ]
+                request = make_request("lives", max_tokens=80)
+                lives = asyncio.create_task(collect(living, request))
+                await until(lambda: cluster.core.num_unfinished == 6)
+                await dying.close()
+                for end in ends:
+                    with pytest.raises(UnavailableError):
+                        await end
+                assert await lives == {0: expected(request)}
+                assert cluster.core.stats()["requests"]["aborted"] == 5
+                await cluster.idle()
+
+        run(test())
+
+    def test_aborts_of_another_ingress_s_requests_do_nothing(self):
+        async def test():
+            async with Cluster(step_seconds=0.002) as cluster:
+                mine, other = await cluster.backend(), await cluster.backend()
+                request = make_request("mine", max_tokens=80)
+                running = asyncio.create_task(collect(mine, request))
+                await until(lambda: cluster.core.num_unfinished == 1)
+                other._commands.put_nowait(
+                    coordinator_pb2.ServeRequest(abort=coordinator_pb2.Abort(request_id="mine"))
+                )
+                assert await running == {0: expected(request)}
+
+        run(test())
+
+    def test_an_ingress_that_does_not_read_is_cut_off(self, monkeypatch):
+        monkeypatch.setattr(coordinator_servicer, "PENDING_DELTAS_MAX", 4)
+
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                cluster.executors["worker-0"].gate.clear()
+                tasks = [asyncio.create_task(collect(backend, make_request(f"r{n}"))) for n in range(6)]
+                await until(lambda: cluster.core.num_unfinished == 6)
+                cluster.executors["worker-0"].gate.set()
+                for task in tasks:
+                    with pytest.raises(UnavailableError, match="wait to be read"):
+                        await task
+                await cluster.idle()
+
+        run(test())
+
+
+class TestWorkerLoss:
+    def test_d22_its_requests_end_with_an_error_and_others_go_on(self):
+        async def test():
+            async with Cluster(2, step_seconds=0.005) as cluster:
+                backend = await cluster.backend()
+                requests = [make_request(f"r{n}", max_tokens=200) for n in range(8)]
+                endings = {}
+
+                async def follow(request):
+                    async for delta in backend.submit(request):
+                        if delta.request_finished:
+                            endings[request.request_id] = delta
+
+                tasks = [asyncio.create_task(follow(request)) for request in requests]
+                await until(lambda: cluster.core.num_unfinished == 8)
+                await until(lambda: all(executor.executed for executor in cluster.executors.values()))
+                victims = set(cluster.scheduler("worker-0").unfinished())
+                assert 0 < len(victims) < 8
+                await cluster.kill_worker("worker-0")
+                await until(lambda: cluster.core.health().status is HealthStatus.DEGRADED, seconds=10)
+                await asyncio.wait_for(asyncio.gather(*tasks), 30)
+                for request in requests:
+                    end = endings[request.request_id]
+                    if request.request_id in victims:
+                        assert (end.finish_reason, end.error_name) == (FinishReason.ERROR, "WorkerLostError")
+                        assert end.metrics is not None
+                    else:
+                        assert end.finish_reason is FinishReason.LENGTH
+                await cluster.start_worker("worker-0")
+                await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                again = make_request("again", max_tokens=30)
+                assert await collect(backend, again) == {0: expected(again)}
+                await cluster.idle()
+
+        run(test())
+
+    def test_a_failed_row_fails_its_request_and_no_other(self):
+        class OneRowFails(FakeExecutor):
+            def execute(self, plan):
+                failing = {
+                    number
+                    for number, row in enumerate(plan.sample_rows.tolist())
+                    if row in self.rows and self.rows[row].request.request_id == "fails"
+                }
+                self.executed.append((plan.epoch, plan.step_id))
+                return super(FakeExecutor, self).execute(plan, fail=frozenset(failing))
+
+        async def test():
+            async with Cluster() as cluster:
+                executor = cluster.executors["worker-0"]
+                executor.__class__ = OneRowFails
+                backend = await cluster.backend()
+                sound = make_request("sound", max_tokens=30)
+                stream = asyncio.create_task(collect(backend, sound))
+                deltas = [delta async for delta in backend.submit(make_request("fails", max_tokens=30))]
+                assert deltas[-1].error_name == "RequestFailedError"
+                assert "made to fail" in deltas[-1].error
+                assert await stream == {0: expected(sound)}
+                await cluster.idle()
+
+        run(test())
+
+    def test_a_plan_the_worker_refuses_ends_its_requests_and_the_worker_rejoins(self):
+        from octavo.protos.errors import PlanRejectedError
+
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                cluster.executors["worker-0"].error = PlanRejectedError("block 3 has two owners")
+                deltas = [delta async for delta in backend.submit(make_request("a"))]
+                assert deltas[-1].error_name == "WorkerLostError"
+                assert "two owners" in deltas[-1].error
+                assert cluster.stuck == []
+                server = cluster.servers["worker-0"]
+                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
+                await until(lambda: server.servicer.attached)
+                request = make_request("b")
+                await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                assert await collect(backend, request) == {0: expected(request)}
+
+        run(test())
+
+    def test_an_overdue_step_is_a_lost_worker_that_should_be_ended(self, monkeypatch):
+        monkeypatch.setattr(worker_link, "OVERDUE_SECONDS_MIN", 0.2)
+        monkeypatch.setattr(worker_link, "FIRST_STEP_SECONDS_MAX", 0.2)
+        monkeypatch.setattr(worker_link, "_CHECK_SECONDS", 0.05)
+
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                cluster.executors["worker-0"].gate.clear()
+                deltas = [delta async for delta in backend.submit(make_request("a"))]
+                assert deltas[-1].error_name == "WorkerLostError"
+                assert "overdue" in deltas[-1].error
+                await until(lambda: cluster.stuck == ["worker-0"])
+
+        run(test())
+
+    def test_a_bug_in_scheduling_ends_requests_and_not_the_coordinator(self, monkeypatch):
+        async def test():
+            async with Cluster() as cluster:
+                backend = await cluster.backend()
+                monkeypatch.setattr(cluster.scheduler(), "plan", lambda now: 1 / 0)
+                deltas = [delta async for delta in backend.submit(make_request("a"))]
+                assert "ZeroDivisionError" in deltas[-1].error
+                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
+                await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                request = make_request("b")
+                assert await collect(backend, request) == {0: expected(request)}
+
+        run(test())
+
+    def test_a_worker_of_another_model_is_not_taken(self):
+        async def test():
+            async with Cluster(2) as cluster:
+                await cluster.kill_worker("worker-1")
+                await until(lambda: cluster.core.health().status is HealthStatus.DEGRADED)
+                cluster.info = {"model": MODEL.__class__(name="other", vocab_size=7, max_model_len=8)}
+                await cluster.start_worker("worker-1")
+                await until(lambda: "serves other" in cluster.core.health().workers[1]["detail"])
+                assert cluster.core.health().status is HealthStatus.DEGRADED
+
+        run(test())
+
+
+class TestCoordinatorRestart:
+    def test_requests_end_with_an_error_and_everybody_finds_the_new_one(self):
+        async def test():
+            async with Cluster(step_seconds=0.005) as cluster:
+                backend = await cluster.backend()
+                lost = asyncio.create_task(collect(backend, make_request("a", max_tokens=2000)))
+                await until(lambda: cluster.core.num_unfinished == 1)
+                await cluster.server.stop(0)
+                await cluster.core.close()
+                with pytest.raises(UnavailableError):
+                    await lost
+                assert (await backend.health()).status is HealthStatus.DEAD
+                with pytest.raises(UnavailableError):
+                    await backend.stats()
+                await cluster.start_coordinator()
+                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
+                await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                request = make_request("b")
+                assert await collect(backend, request) == {0: expected(request)}
+
+        run(test())
+
+
+class TestDrain:
+    def test_d23_what_runs_ends_well_and_what_comes_is_refused(self):
+        async def test():
+            async with Cluster(step_seconds=0.002) as cluster:
+                backend = await cluster.backend()
+                request = make_request("a", max_tokens=100)
+                running = asyncio.create_task(collect(backend, request))
+                await until(lambda: cluster.core.num_unfinished == 1)
+                draining = asyncio.create_task(cluster.core.drain(30))
+                await asyncio.sleep(0)
+                with pytest.raises(UnavailableError, match="shutting down"):
+                    await collect(backend, make_request("b"))
+                assert (await backend.health()).status is HealthStatus.DRAINING
+                assert await running == {0: expected(request)}
+                assert await draining == 0
+
+        run(test())
+
+    def test_d23_at_the_deadline_the_rest_gets_an_error(self):
+        async def test():
+            async with Cluster(step_seconds=0.01) as cluster:
+                backend = await cluster.backend()
+                stream = backend.submit(make_request("a", max_tokens=2000))
+                await stream.__anext__()
+                assert await cluster.core.drain(0.1) == 1
+                deltas = [delta async for delta in stream]
+                assert deltas[-1].error_name == "UnavailableError"
+                await cluster.idle()
+
+        run(test())
+
+
+def test_health_and_stats_over_the_wire():
+    async def test():
+        async with Cluster(2) as cluster:
+            backend = await cluster.backend()
+            await collect(backend, make_request("a"))
+            report = await backend.health()
+            assert report.status is HealthStatus.READY
+            assert [worker["worker_id"] for worker in report.workers] == list(cluster.worker_ids)
+            assert all(worker["seconds_since_heard"] < 5 for worker in report.workers)
+            stats = await backend.stats()
+            assert stats["requests"]["finished"] == 1
+            assert set(stats["workers"]) == set(cluster.worker_ids)
+            assert stats["ingresses"] == 1
+
+    run(test())
+
+
+def test_d24_frequent_keepalives_do_not_end_a_quiet_ingress_stream():
+    async def test():
+        async with Cluster(keepalive_seconds=0.1) as cluster:
+            backend = await cluster.backend(keepalive_seconds=0.1)
+            stream = backend._commands
+            await asyncio.sleep(2.0)
+            assert backend._commands is stream, "the stream broke and was opened anew"
+            await collect(backend, make_request("a"))
+
+    run(test())
+
+
+class TestClusterStats:
+    """Sums over workers, of which some are lost."""
+
+    def test_counters_keep_what_lost_workers_counted_and_gauges_do_not(self):
+        live = {"steps": 5, "running": 2, "finished": {"stop": 1}, "max_step_tokens": 7}
+        lost = {"steps": 3, "running": 9, "finished": {"stop": 1, "length": 4}, "max_step_tokens": 90}
+        both = total([live, live], [lost])
+        assert (both["steps"], both["running"], both["max_step_tokens"]) == (13, 4, 7)
+        assert both["finished"] == {"stop": 3, "length": 4}
+
+    def test_a_total_can_be_totalled_again(self):
+        once = total([], [{"steps": 3, "preemptions": {"swap": 1}}])
+        assert total([{"steps": 1}], [once])["steps"] == 4
+
+    def test_no_worker(self):
+        assert total([])["running"] == 0
+
+    def test_every_key_of_a_snapshot_is_summed_in_one_way(self):
+        snapshot = Scheduler(SchedulerConfig(num_blocks=4)).snapshot()
+        assert sorted((*COUNTERS, *GAUGES, *MAXIMA)) == sorted(snapshot)
+
+
+class TestBadIngresses:
+    async def talk(self, cluster, *requests):
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            call = coordinator_pb2_grpc.CoordinatorServiceStub(channel).Serve(iter(requests))
+            return [response async for response in call]
+
+    def hello(self, **changes):
+        hello = {"protocol_version": wire.PROTOCOL_VERSION, "ingress_id": "x", **changes}
+        return coordinator_pb2.ServeRequest(hello=coordinator_pb2.IngressHello(**hello))
+
+    @pytest.mark.parametrize(
+        ("changes", "code"),
+        [
+            ({"ingress_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+            ({"protocol_version": 99}, grpc.StatusCode.FAILED_PRECONDITION),
+        ],
+    )
+    def test_a_bad_hello(self, changes, code):
+        async def test():
+            async with Cluster() as cluster:
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await self.talk(cluster, self.hello(**changes))
+                assert failure.value.code() is code
+
+        run(test())
+
+    def test_a_damaged_request_is_rejected_and_the_stream_goes_on(self):
+        async def test():
+            async with Cluster() as cluster:
+                submit = coordinator_pb2.ServeRequest()
+                submit.submit.request_id = "a"
+                submit.submit.prompt_token_ids = b"12345"
+                responses = await self.talk(cluster, self.hello(), submit)
+                assert responses[0].hello.model.name == MODEL.name
+                assert responses[-1].rejection.error.name == "ProtocolError"
+
+        run(test())
+
+    def test_an_ingress_for_another_model_does_not_connect(self):
+        async def test():
+            async with Cluster() as cluster:
+                backend = GrpcBackend(replace(MODEL, name="other"), lambda: asyncio.sleep(0, cluster.address))
+                cluster.backends.append(backend)
+                backend.start()
+                with pytest.raises(UnavailableError):
+                    await backend.wait_connected(0.5)
+
+        run(test())
+
+    def test_a_second_stream_of_an_ingress_replaces_the_first(self):
+        async def test():
+            async with Cluster(step_seconds=0.005) as cluster:
+                backend = await cluster.backend()
+                lost = asyncio.create_task(collect(backend, make_request("a", max_tokens=2000)))
+                await until(lambda: cluster.core.num_unfinished == 1)
+                await self.talk(cluster, self.hello(ingress_id=backend._ingress_id))
+                with pytest.raises(UnavailableError, match="took over"):
+                    await lost
+                await cluster.idle()
+
+        run(test())
+
+
+def test_a_long_prompt_and_its_answer_pass():
+    async def test():
+        async with Cluster(info={"num_blocks": 600}) as cluster:
+            backend = await cluster.backend()
+            prompt = (np.arange(4000) % MODEL.vocab_size).astype(np.int32)
+            request = Request(
+                request_id="long", prompt_token_ids=prompt, params=SamplingParams(max_tokens=20), seed=1
+            )
+            assert await collect(backend, request) == {0: expected(request)}
+
+    run(test())

@@ -1,0 +1,373 @@
+"""The whole system on a local Ray, with workers that have no model: one cluster for the module."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+import pytest
+
+from octavo.cluster import service as service_module
+from octavo.cluster.service import Service, ServiceConfig
+from octavo.protos.errors import ConfigError, ModelLoadError, StartupError
+from octavo.worker.config import WorkerConfig
+
+from ..scheduler import fake_worker
+from . import support
+
+PROMPT = [19556, 905, 17]
+NUM_BLOCKS = 200
+STEP_SECONDS = 0.02
+
+
+def build_fake(config: WorkerConfig) -> support.FakeExecutor:
+    from octavo.worker.loader import read_model_info, resolve_model
+
+    model = read_model_info(resolve_model(config.model))
+    info = support.worker_info(config.worker_id, model=model, num_blocks=config.num_blocks)
+    return support.FakeExecutor(info, budget=config.max_num_batched_tokens, step_seconds=STEP_SECONDS)
+
+
+def build_broken(config: WorkerConfig) -> support.FakeExecutor:
+    raise ModelLoadError("model.layers.3.mlp.up_proj.weight is missing")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+class System:
+    """A running service and a client for it."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.before = set(psutil.Process().children(recursive=True))
+        self.lines: list[str] = []
+        self.client = httpx.Client(timeout=60.0)
+
+    def start(self) -> None:
+        self.service.start(on_progress=self.lines.append)
+        self.client.base_url = self.service.url
+
+    def body(self, **changes):
+        return {
+            "prompt": PROMPT,
+            "max_tokens": 20,
+            "temperature": 0,
+            "ignore_eos": True,
+            "seed": 3,
+            **changes,
+        }
+
+    def complete(self, **changes) -> httpx.Response:
+        return self.client.post("/v1/completions", json=self.body(**changes))
+
+    def stats(self):
+        return self.service.stats()
+
+    def idle(self) -> bool:
+        stats = self.stats()
+        return stats["unfinished"] == stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+
+    def worker_process(self, worker_id: str) -> psutil.Process:
+        import ray
+
+        from octavo.cluster.coordinator import NAMESPACE, worker_actor_name
+
+        actor = ray.get_actor(worker_actor_name(worker_id), namespace=NAMESPACE)
+        return psutil.Process(ray.get(actor.pid.remote()))
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+@pytest.fixture(scope="module")
+def system(default_model_dir):
+    import sys
+
+    from ray import cloudpickle
+
+    # Workers are other processes and know nothing of the tests' modules.
+    for module in (sys.modules[__name__], support, fake_worker):
+        cloudpickle.register_pickle_by_value(module)
+    config = ServiceConfig(
+        model=str(default_model_dir), num_workers=2, device="cpu", port=0, num_blocks=NUM_BLOCKS
+    )
+    system = System(Service(config, build=build_fake))
+    try:
+        system.start()
+        yield system
+    finally:
+        system.service.stop(grace_seconds=0.0)
+
+
+@pytest.mark.cluster
+class TestRunning:
+    def test_answers_and_says_what_came_up(self, system):
+        reply = system.complete(n=2)
+        assert reply.status_code == 200
+        assert [choice["finish_reason"] for choice in reply.json()["choices"]] == ["length", "length"]
+        assert reply.json()["usage"]["completion_tokens"] == 40
+        assert list(system.service.timings)[:2] == ["model", "ray"]
+        assert {"serve", "worker-0", "worker-1", "ready"} <= set(system.service.timings)
+        assert any("worker-1 on cpu" in line for line in system.lines)
+        assert sorted(info.worker_id for info in system.service.workers) == ["worker-0", "worker-1"]
+        assert system.service.model_name == system.client.get("/v1/models").json()["data"][0]["id"]
+        assert system.service.alive()
+
+    def test_a_stream_says_what_a_reply_says(self, system):
+        whole = system.complete().json()["choices"][0]["text"]
+        text = ""
+        with system.client.stream("POST", "/v1/completions", json=system.body(stream=True)) as stream:
+            events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert events.pop() == "[DONE]"
+        for event in events:
+            text += json.loads(event)["choices"][0]["text"]
+        assert text == whole
+
+    def test_health_and_metrics_come_from_the_coordinator(self, system):
+        health = system.client.get("/health")
+        assert health.status_code == 200
+        assert [worker["status"] for worker in health.json()["workers"]] == ["ready", "ready"]
+        assert "octavo_generation_tokens_total" in system.client.get("/metrics").text
+
+    def test_only_loopback_listens(self, system):
+        """Ours: the HTTP port, and the gRPC ports of coordinator and workers."""
+        for process in [*system.processes("ray::Coordinator"), *system.processes("ray::WorkerActor")]:
+            listening = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+            # "::" is the port of Ray's own core, which asks for the cluster's token.
+            assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::"}
+            assert listening - {"::"}
+        url = httpx.URL(system.service.url)
+        assert url.host == "127.0.0.1"
+
+    def test_the_http_process_has_no_torch(self, system):
+        for name in ("ray::ServeReplica", "ray::Coordinator"):
+            (process,) = system.processes(name)
+            assert not [entry.path for entry in process.memory_maps() if "torch" in entry.path]
+
+    @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "plain"])
+    def test_d20_a_client_that_leaves_frees_its_blocks(self, system, stream):
+        wait_for(system.idle, 10)
+        aborted = system.stats()["requests"]["aborted"]
+        body = system.body(stream=stream, max_tokens=2000)
+        if stream:
+            with system.client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                for _ in range(4):
+                    next(lines)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{system.service.url}/v1/completions", json=body, timeout=0.5)
+        wait_for(system.idle, 2)
+        assert system.stats()["requests"]["aborted"] == aborted + 1
+
+    def test_d20_many_clients_that_leave_at_once(self, system):
+        aborted = system.stats()["requests"]["aborted"]
+
+        def leave() -> None:
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(
+                    f"{system.service.url}/v1/completions", json=system.body(max_tokens=2000), timeout=2.0
+                )
+
+        threads = [threading.Thread(target=leave) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: system.stats()["unfinished"] > 20, 10)
+        for thread in threads:
+            thread.join()
+        wait_for(system.idle, 4)
+        assert system.stats()["requests"]["aborted"] >= aborted + 20
+        assert system.complete().status_code == 200
+
+    def test_a_model_that_does_not_load_is_said_by_its_name(self, system, monkeypatch):
+        from octavo.cluster import fleet as fleet_module
+        from octavo.cluster.fleet import Fleet
+
+        monkeypatch.setattr(fleet_module, "CPU_SHARE", 0.1)  # the two workers have taken most
+
+        config = WorkerConfig(worker_id="worker-9", device="cpu", num_threads=1)
+        fleet = Fleet([config], loopback=True, build=build_broken)
+        try:
+            with pytest.raises(ModelLoadError, match=r"up_proj\.weight is missing"):
+                fleet.wait_ready(60)
+        finally:
+            fleet.kill()
+
+    def test_d22_a_killed_worker_ends_its_requests_and_comes_back(self, system):
+        wait_for(system.idle, 10)
+        replies: list[httpx.Response] = []
+
+        def ask() -> None:
+            replies.append(system.complete(max_tokens=1000))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: system.stats()["running"] == 8, 10)
+        steps = system.stats()["steps"]
+        busiest = max(system.stats()["workers"].items(), key=lambda item: item[1]["running"])[0]
+        lost_requests = system.stats()["workers"][busiest]["running"]
+        system.worker_process(busiest).send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: system.client.get("/health").json()["status"] == "degraded", 10)
+        failed = lambda: [reply for reply in replies if reply.status_code == 503]  # noqa: E731
+        wait_for(lambda: len(failed()) == lost_requests, 10 - (time.monotonic() - killed))
+        assert system.complete().status_code == 200, "the other worker goes on"
+        for thread in threads:
+            thread.join()
+        assert [reply.status_code for reply in replies].count(200) == 8 - lost_requests
+        assert {reply.json()["error"]["code"] for reply in failed()} == {"worker_lost"}
+        wait_for(lambda: system.client.get("/health").json()["status"] == "ready", 60)
+        assert system.stats()["steps"] >= steps, "counters never fall"
+        assert len(system.processes("ray::WorkerActor")) == 2
+        wait_for(system.idle, 10)
+
+    def test_a_killed_coordinator_is_started_anew_and_found_by_all(self, system):
+        (process,) = system.processes("ray::Coordinator")
+        process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 10)
+
+        def ready() -> bool:
+            reply = system.client.get("/ready")
+            return reply.status_code == 200 and reply.json()["status"] == "ready"
+
+        wait_for(ready, 60)
+        assert system.complete().status_code == 200
+        (again,) = system.processes("ray::Coordinator")
+        assert again.pid != process.pid
+
+    def test_d23_stop_lets_streams_finish_refuses_new_ones_and_leaves_nothing(self, system):
+        lines: list[str] = []
+        started = threading.Event()
+
+        def follow() -> None:
+            body = system.body(stream=True, max_tokens=100)
+            with httpx.stream(
+                "POST", f"{system.service.url}/v1/completions", json=body, timeout=60
+            ) as stream:
+                for line in stream.iter_lines():
+                    if line:
+                        lines.append(line)
+                        started.set()
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        assert started.wait(20)
+        ours = [child for child in psutil.Process().children(recursive=True) if child not in system.before]
+        assert ours
+        refused: list[int] = []
+
+        def ask_late() -> None:
+            wait_for(lambda: system.client.get("/ready").status_code == 503, 10)
+            refused.append(system.complete().status_code)
+
+        late = threading.Thread(target=ask_late)
+        late.start()
+        system.service.stop(grace_seconds=30.0)
+        follower.join(10)
+        late.join(10)
+        assert lines[-1] == "data: [DONE]"
+        assert sum('"text"' in line for line in lines) > 10
+        assert refused == [503]
+        assert [process for process in ours if process.is_running()] == []
+        system.service.stop()
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("options", "param"),
+        [
+            ({"num_workers": 0}, "num_workers"),
+            ({"num_ingresses": True}, "num_ingresses"),
+            ({"port": 70000}, "port"),
+            ({"port": "80"}, "port"),
+            ({"ray_address": "somewhere"}, "ray_address"),
+            ({"ray_address": "ray://head:10001"}, "ray_address"),
+            ({"host": ""}, "host"),
+            ({"device": "tpu"}, "device"),
+            ({"dtype": "int3"}, "dtype"),
+            ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+            ({"preemption": "banana"}, "preemption"),
+            ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+            ({"api_keys": ("",)}, "api_keys"),
+            ({"served_model_name": ""}, "served_model_names"),
+        ],
+    )
+    def test_wrong_options_are_named(self, options, param):
+        with pytest.raises(ConfigError) as error:
+            ServiceConfig(**options)
+        assert error.value.param == param
+
+    def test_cores_are_shared_evenly(self):
+        configs = ServiceConfig(num_workers=3).worker_configs(cores=8, device="cpu")
+        assert [config.num_threads for config in configs] == [2, 2, 2]
+        assert [config.worker_id for config in configs] == ["worker-0", "worker-1", "worker-2"]
+        assert ServiceConfig(num_workers=3).worker_configs(cores=2, device="cpu")[0].num_threads == 1
+
+    def test_a_cluster_that_is_too_small(self):
+        from octavo.cluster.fleet import check_resources
+
+        configs = ServiceConfig(num_workers=2).worker_configs(cores=4, device="cuda")
+        with pytest.raises(ConfigError, match="2 workers need 2 GPU; the cluster has 1"):
+            check_resources(configs, {"CPU": 4.0, "GPU": 1.0})
+        check_resources(configs, {"CPU": 4.0, "GPU": 2.0})
+
+
+class TestBeforeAnythingStarts:
+    @pytest.fixture(autouse=True)
+    def _no_ray(self, monkeypatch):
+        monkeypatch.setattr(Service, "_start_ray", lambda self: pytest.fail("Ray was started"))
+
+    def test_d27_a_model_that_does_not_exist(self, tmp_path):
+        service = Service(ServiceConfig(model=str(tmp_path / "nowhere"), port=0))
+        with pytest.raises(ModelLoadError, match="nowhere"):
+            service.start()
+        service.stop()
+
+    def test_a_port_in_use(self, default_model_dir):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            service = Service(ServiceConfig(model=str(default_model_dir), port=port))
+            with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}"):
+                service.start()
+
+    def test_wildcard_hosts_are_shown_as_loopback(self):
+        assert Service(ServiceConfig(host="0.0.0.0", port=1)).url == "http://127.0.0.1:1"
+        assert Service(ServiceConfig(host="::", port=1)).url == "http://[::1]:1"
+
+
+def test_a_cluster_that_does_not_answer_is_said(default_model_dir):
+    """And SIGTERM is still ours afterwards: Ray takes it over when it starts."""
+    before = signal.getsignal(signal.SIGTERM)
+    service = Service(ServiceConfig(model=str(default_model_dir), port=0, ray_address="127.0.0.1:1"))
+    with pytest.raises(StartupError, match=r"127\.0\.0\.1:1"):
+        service.start()
+    service.stop()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_processes_that_outlive_shutdown_are_killed(monkeypatch):
+    monkeypatch.setattr(service_module, "EXIT_SECONDS", 0.2)
+    stubborn = psutil.Popen(["sleep", "60"])
+    service_module._end_processes([stubborn])
+    assert not stubborn.is_running() or stubborn.status() == psutil.STATUS_ZOMBIE
+    stubborn.wait()
