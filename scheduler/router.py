@@ -20,7 +20,6 @@ from octavo.protos.types import Request
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
 
-
 INDIFFERENCE = 0.05
 """Scores within so much of the best one are equal."""
 

@@ -1,0 +1,375 @@
+"""Eight float32 lanes as a numba value, and the operations on them that the CPU kernels are written in.
+
+numba's own loops leave it to LLVM's vectoriser to find the vectors, which then keeps no accumulator in a
+register across a loop. Here a kernel says which registers it wants; LLVM still chooses the instructions: two
+SSE or NEON halves, one AVX register. Owns no algorithm beyond exp2 and in-register shuffles.
+
+Loads and stores take a one-dimensional C-contiguous array and an element offset, unaligned and unchecked. An
+array's dtype names its number format: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as numba_cgutils
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import models, overload, register_model
+
+cgutils: Any = numba_cgutils
+
+
+def intrinsic(function: Any) -> Any:
+    """numba's, for type checkers: the result is called with other arguments than `function` has."""
+    return numba_intrinsic(function)
+
+
+LANES = 8
+LOG2_E = 1.4426950408889634
+
+_F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+_F32X8, _I32X8, _I16X8 = (ir.VectorType(lane, LANES) for lane in (_F32, _I32, _I16))
+_FUSE = ("contract",)
+
+
+class _Vector(types.Type):
+    pass
+
+
+f32x8: Any = _Vector("octavo_f32x8")
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _F32X8)
+
+
+def _floats(value: float) -> ir.Constant:
+    return ir.Constant(_F32X8, [value] * LANES)
+
+
+def _ints(value: int) -> ir.Constant:
+    return ir.Constant(_I32X8, [value] * LANES)
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    lane_type = ir.VectorType(scalar.type, LANES)
+    first = builder.insert_element(ir.Constant(lane_type, ir.Undefined), scalar, _I32(0))
+    return builder.shuffle_vector(first, ir.Constant(lane_type, ir.Undefined), _ints(0))
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(_I32X8, lanes))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: ir.Type) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [offset]), pointee.as_pointer())
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, loaded: ir.Type) -> Any:
+    value = builder.load(_address(context, builder, array_type, array, offset, loaded))
+    value.align = array_type.dtype.bitwidth // 8
+    return value
+
+
+def _widen(builder: Any, bits: Any, dtype: Any) -> Any:
+    """<8 x i16> of bfloat16 or float16 bits as <8 x float>, exactly, infinities and NaN included.
+
+    In integer arithmetic because a float16 conversion becomes a library call, absent here, on a CPU without one.
+    """
+    if dtype == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(bits, _I32X8), _ints(16)), _F32X8)
+    wide = builder.zext(bits, _I32X8)
+    sign = builder.shl(builder.and_(wide, _ints(0x8000)), _ints(16))
+    magnitude = builder.shl(builder.and_(wide, _ints(0x7FFF)), _ints(13))
+    # Exponents are biased by 15 there and 127 here; the product also normalises subnormals.
+    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, _F32X8), _floats(2.0**112)), _I32X8)
+    special = builder.icmp_unsigned(">=", magnitude, _ints(0x7C00 << 13))
+    value = builder.select(special, builder.or_(magnitude, _ints(0x7F800000)), finite)
+    return builder.bitcast(builder.or_(value, sign), _F32X8)
+
+
+def _load_widened(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    if array_type.dtype == types.float32:
+        return _load(context, builder, array_type, array, offset, _F32X8)
+    return _widen(builder, _load(context, builder, array_type, array, offset, _I16X8), array_type.dtype)
+
+
+def _is_storage(array_type: Any) -> bool:
+    return (
+        isinstance(array_type, types.Array)
+        and array_type.ndim == 1
+        and array_type.layout == "C"
+        and array_type.dtype in (types.float32, types.uint16, types.int16)
+    )
+
+
+@intrinsic
+def vload(typing_context: Any, array: Any, offset: Any) -> Any:
+    """array[offset : offset + 8], widened to float32."""
+    if not _is_storage(array):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load_widened(context, builder, array, args[0], args[1])
+
+    return f32x8(array, types.intp), generate
+
+
+@intrinsic
+def vload_lanes(typing_context: Any, array: Any, offset: Any, count: Any) -> Any:
+    """array[offset : offset + count] widened in the first `count` < 8 lanes, 0 elsewhere; reads no further."""
+    if not _is_storage(array):
+        return None
+    lane_type = _F32 if array.dtype == types.float32 else _I16
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector_type = ir.VectorType(lane_type, LANES)
+        slot = cgutils.alloca_once(builder, vector_type)
+        builder.store(ir.Constant(vector_type, None), slot)
+        first = builder.bitcast(slot, lane_type.as_pointer())
+        size = ir.IntType(64)(array.dtype.bitwidth // 8)
+        source = _address(context, builder, array, args[0], args[1], lane_type)
+        cgutils.raw_memcpy(builder, first, source, args[2], size)
+        value = builder.load(slot)
+        return value if lane_type is _F32 else _widen(builder, value, array.dtype)
+
+    return f32x8(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def vload_splat(typing_context: Any, array: Any, offset: Any) -> Any:
+    """array[offset], float32, in every lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _splat(builder, _load(context, builder, array, args[0], args[1], _F32))
+
+    return f32x8(array, types.intp), generate
+
+
+@intrinsic
+def vstore(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
+    """array[offset : offset + 8] = value; the array is float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store = builder.store(args[2], _address(context, builder, array, args[0], args[1], _F32X8))
+        store.align = 4
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, f32x8), generate
+
+
+@intrinsic
+def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
+    """array[offset : offset + count] = the first `count` < 8 lanes; writes no further."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        slot = cgutils.alloca_once(builder, _F32X8)
+        builder.store(args[2], slot)
+        target = _address(context, builder, array, args[0], args[1], _F32)
+        source = builder.bitcast(slot, _F32.as_pointer())
+        cgutils.raw_memcpy(builder, target, source, args[3], ir.IntType(64)(4))
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, f32x8, types.intp), generate
+
+
+@intrinsic
+def vsplat(typing_context: Any, scalar: Any) -> Any:
+    """`scalar`, rounded to float32, in every lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _splat(builder, args[0])
+
+    return f32x8(types.float32), generate
+
+
+def _binary(generate_binary: Any) -> Any:
+    def typed(typing_context: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return generate_binary(builder, args[0], args[1])
+
+        return f32x8(f32x8, f32x8), generate
+
+    return intrinsic(typed)
+
+
+vadd = _binary(lambda builder, a, b: builder.fadd(a, b))
+vsub = _binary(lambda builder, a, b: builder.fsub(a, b))
+vmul = _binary(lambda builder, a, b: builder.fmul(a, b))
+vdiv = _binary(lambda builder, a, b: builder.fdiv(a, b))
+vmax = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    # "contract" fuses where the CPU can; an explicit fma would call a slow library function where it cannot.
+    return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
+
+
+@intrinsic
+def vfma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _multiply_add(builder, *args)
+
+    return f32x8(f32x8, f32x8, f32x8), generate
+
+
+@intrinsic
+def vkeep(typing_context: Any, value: Any, first: Any, last: Any) -> Any:
+    """Lanes first <= i < last of `value`, minus infinity elsewhere (also where the lane holds NaN)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.Constant(_I32X8, list(range(LANES)))
+        low, high = (_splat(builder, builder.trunc(bound, _I32)) for bound in args[1:])
+        inside = builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
+        return builder.select(inside, args[0], _floats(float("-inf")))
+
+    return f32x8(f32x8, types.intp, types.intp), generate
+
+
+# 2**f on [-0.5, 0.5], Taylor terms ln(2)**k / k!, k = 7 .. 0: the first one left out is below 5e-9.
+_LN_2 = 0.6931471805599453
+
+
+def _exp2_terms() -> list[float]:
+    term, terms = 1.0, []
+    for k in range(8):
+        terms.append(term)
+        term *= _LN_2 / (k + 1)
+    return terms[::-1]
+
+
+@intrinsic
+def vexp2(typing_context: Any, x: Any) -> Any:
+    """2**x for x < 128, within 2 units in the last place; 0 for x <= -127; NaN stays NaN.
+
+    Splits x into the nearest integer, which becomes an exponent, and a rest in [-0.5, 0.5] for a polynomial.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        too_small = builder.fcmp_ordered("<", args[0], _floats(-127.0))
+        clamped = builder.select(too_small, _floats(-127.0), args[0])
+        # Adding 1.5 * 2**23 leaves no room for a fraction: the integer lands in the low bits, rounded.
+        shifter = _floats(1.5 * 2.0**23)
+        shifted = builder.fadd(clamped, shifter)
+        rest = builder.fsub(clamped, builder.fsub(shifted, shifter))
+        terms = _exp2_terms()
+        power = _floats(terms[0])
+        for term in terms[1:]:
+            power = _multiply_add(builder, power, rest, _floats(term))
+        exponent = builder.shl(builder.add(builder.bitcast(shifted, _I32X8), _ints(127)), _ints(23))
+        return builder.fmul(power, builder.bitcast(exponent, _F32X8))
+
+    return f32x8(f32x8), generate
+
+
+def _horizontal(combine: Any) -> Any:
+    def typed(typing_context: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = args[0]
+            for distance in (4, 2, 1):
+                moved = _shuffle(
+                    builder, vector, vector, [(lane + distance) % LANES for lane in range(LANES)]
+                )
+                vector = combine(builder, vector, moved)
+            return builder.extract_element(vector, _I32(0))
+
+        return types.float32(f32x8), generate
+
+    return intrinsic(typed)
+
+
+vsum_lanes = _horizontal(lambda builder, a, b: builder.fadd(a, b))
+vmax_lanes = _horizontal(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+# Pairs of lanes that change places when two rows of a matrix are halfway transposed, by step.
+_INTERLEAVE = (
+    ([0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]),
+    ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+    ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
+)
+
+
+@intrinsic
+def vsum_each(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    """[sum of a's lanes, sum of b's lanes, ..., sum of h's lanes]."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = list(args)
+        for low, high in _INTERLEAVE:
+            rows = [
+                builder.fadd(_shuffle(builder, x, y, low), _shuffle(builder, x, y, high))
+                for x, y in zip(rows[::2], rows[1::2], strict=True)
+            ]
+        return rows[0]
+
+    return f32x8(*[f32x8] * LANES), generate
+
+
+@intrinsic
+def vtranspose(
+    typing_context: Any,
+    source: Any,
+    offset: Any,
+    stride: Any,
+    target: Any,
+    target_offset: Any,
+    target_stride: Any,
+) -> Any:
+    """target[j, i] = source[i, j] for i, j < 8; both are given as (array, offset of [0, 0], row stride)."""
+    if not _is_storage(source):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def row_offset(base: Any, row_stride: Any, row: int) -> Any:
+            return builder.add(base, builder.mul(row_stride, row_stride.type(row)))
+
+        rows = [
+            _load_widened(context, builder, source, args[0], row_offset(args[1], args[2], row))
+            for row in range(LANES)
+        ]
+        for step, (low, high) in enumerate(_INTERLEAVE):
+            distance = 1 << step
+            swapped = list(rows)
+            for row in range(LANES):
+                if not row & distance:
+                    swapped[row] = _shuffle(builder, rows[row], rows[row | distance], low)
+                    swapped[row | distance] = _shuffle(builder, rows[row], rows[row | distance], high)
+            rows = swapped
+        for row in range(LANES):
+            place = _address(context, builder, target, args[3], row_offset(args[4], args[5], row), _F32X8)
+            builder.store(rows[row], place).align = 4
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.none(source, intp, intp, target, intp, intp), generate
+
+
+@intrinsic
+def fetch_add(typing_context: Any, counter: Any, amount: Any) -> Any:
+    """Add to counter[0], an int64 array, atomically; the value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _address(context, builder, counter, args[0], ir.IntType(64)(0), ir.IntType(64))
+        return builder.atomic_rmw("add", place, args[1], "monotonic")
+
+    return types.int64(counter, types.int64), generate
+
+
+def readable(array: Any, widened: Any) -> Any:
+    """`array` itself if it is float32, else `widened`, chosen when the caller is compiled."""
+    return array if array.dtype == np.float32 else widened
+
+
+@overload(readable)
+def _compile_readable(array: Any, widened: Any) -> Any:
+    if array.dtype == types.float32:
+        return lambda array, widened: array
+    return lambda array, widened: widened

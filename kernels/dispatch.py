@@ -1,0 +1,170 @@
+"""The door to the kernels: one name an operation, the implementation picked by the tensors' device.
+
+Owns the choice and the checks of shapes and dtypes that hold for every implementation. CPU tensors go to the
+numba twins (`kernels.cpu`), CUDA tensors to the Triton kernels; each is imported on first use, so a machine
+without triton, or without numba, runs what it has. What the operations mean is written in `kernels.reference`.
+
+Call them without autograd (`torch.inference_mode`).
+
+A wrong shape or dtype is a bug of the caller, not of a user: `ValueError`. What a user may choose is listed by
+`supported_dtypes`, so that configuration can refuse the rest by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """Dtypes that queries and the KV cache may have on "cpu" or "cuda"; () for a device without kernels.
+
+    On the CPU the half formats are storage only: a block is widened to float32 as it is read, all arithmetic
+    is float32, and the result is rounded once.
+    """
+    return _FLOATS if device_type in ("cpu", "cuda") else ()
+
+
+@functools.cache
+def _implementation(device_type: str, operation: str) -> Any:
+    if device_type == "cpu":
+        module = "octavo.kernels.cpu"
+    elif device_type == "cuda":
+        module = f"octavo.kernels.{operation}"
+    else:
+        raise ValueError(f"no kernels for device {device_type!r}")
+    return getattr(import_module(module), operation)
+
+
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            "k_cache and v_cache must both be [num_blocks, num_kv_heads, block_size, head_dim] of one dtype, "
+            f"got {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
+        )
+    if k_cache.dtype not in _FLOATS:
+        raise ValueError(f"no kernels for a KV cache of {k_cache.dtype}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("a layer's KV cache must be contiguous")
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store this step's keys and values in their slots, in place; see `reference.write_kv`.
+
+    k, v            [T, Hkv, D], last dimension contiguous; rounded to the cache's dtype
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], contiguous
+    slot_mapping    int64 [T], block_id * block_size + offset; negative: skipped. No slot twice
+    """
+    _check_caches(k_cache, v_cache)
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    num_tokens = k.shape[0]
+    if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim):
+        raise ValueError(
+            f"k and v must be [T, {num_kv_heads}, {head_dim}], got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError("k and v must be contiguous in their last dimension")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
+        raise ValueError(
+            f"slot_mapping must be int64 [{num_tokens}], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+        )
+    if num_tokens:
+        _implementation(k_cache.device.type, "write_kv")(k, v, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
+    """Copy whole blocks, all layers, keys and values, in place; see `reference.copy_blocks`.
+
+    kv            [num_layers, 2, num_blocks, Hkv, block_size, D], contiguous
+    block_copies  int32 or int64 [C, 2] of (source, destination); no destination is also a source or named twice
+    """
+    if kv.dim() != 6 or kv.shape[1] != 2 or not kv.is_contiguous():
+        raise ValueError(f"kv must be contiguous [L, 2, B, Hkv, block_size, D], got {tuple(kv.shape)}")
+    if (
+        block_copies.dim() != 2
+        or block_copies.shape[1] != 2
+        or block_copies.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"block_copies must be int32 or int64 [C, 2], got {block_copies.dtype} {tuple(block_copies.shape)}"
+        )
+    if block_copies.shape[0]:
+        _implementation(kv.device.type, "copy_blocks")(kv, block_copies)
+
+
+def _check_batch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> None:
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or q.stride(2) != 1:
+        raise ValueError(
+            f"q must be [T, a multiple of {num_kv_heads}, {head_dim}] and contiguous in its last dimension, "
+            f"got {tuple(q.shape)}"
+        )
+    num_seqs = context_lens.shape[0]
+    if block_tables.dim() != 2 or block_tables.shape[0] != num_seqs or cu_seqlens_q.shape[0] != num_seqs + 1:
+        raise ValueError(
+            "block_tables [S, M], cu_seqlens_q [S + 1] and context_lens [S] disagree on S: "
+            f"{tuple(block_tables.shape)}, {tuple(cu_seqlens_q.shape)}, {tuple(context_lens.shape)}"
+        )
+    if not block_tables.dtype == cu_seqlens_q.dtype == context_lens.dtype == torch.int32:
+        raise ValueError("block_tables, cu_seqlens_q and context_lens must be int32")
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch, chunks and decodes mixed, over paged keys and values.
+
+    q               [T, Hq, D], last dimension contiguous; Hq a multiple of Hkv
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], contiguous, this step's tokens written
+    block_tables    int32 [S, M]; entries past a sequence's last block are never read
+    cu_seqlens_q    int32 [S + 1]
+    context_lens    int32 [S], tokens of the sequence including this step's
+    scale, sliding_window, softcap, out: as in `reference.paged_attention`, which also says what padding means
+
+    Returns [T, Hq, D] in q's dtype.
+    """
+    _check_caches(k_cache, v_cache)
+    _check_batch(q, k_cache, block_tables, cu_seqlens_q, context_lens)
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be >= 1, got {sliding_window}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap must be > 0, got {softcap}")
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
+        raise ValueError(
+            "out must match q and be contiguous in its last dimension, "
+            f"got {tuple(out.shape)} {out.dtype} for {tuple(q.shape)} {q.dtype}"
+        )
+    if q.shape[0] and context_lens.shape[0]:
+        _implementation(q.device.type, "paged_attention")(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, sliding_window, softcap, out
+        )
+    return out

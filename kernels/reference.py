@@ -1,0 +1,90 @@
+"""Oracles: what every kernel of this package must compute, in plain torch, slowly and obviously.
+
+Owns the definition of each operation (shapes, dtypes, masking, what padding means); the numba twins and the
+Triton kernels are tested against it. Arithmetic is float64 and the result is rounded once, so a difference
+belongs to the kernel under test. Knows nothing of speed: no production path may call it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store the keys and values of this step's tokens in their slots, in place.
+
+    k, v            [T, Hkv, D]
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], one layer
+    slot_mapping    int64 [T], block_id * block_size + offset; negative: the row is padding and is skipped
+    """
+    block_size = k_cache.shape[2]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_cache[slot // block_size, :, slot % block_size] = k[row].to(k_cache.dtype)
+            v_cache[slot // block_size, :, slot % block_size] = v[row].to(v_cache.dtype)
+
+
+def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
+    """Copy whole blocks, all layers, keys and values, in place.
+
+    kv            [num_layers, 2, num_blocks, Hkv, block_size, D]
+    block_copies  integer [C, 2] of (source, destination); no destination is also a source, none is named twice
+    """
+    for source, destination in block_copies.tolist():
+        kv[:, :, destination] = kv[:, :, source]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch over paged keys and values.
+
+    q               [T, Hq, D]; rows of sequence s are cu_seqlens_q[s] .. cu_seqlens_q[s + 1]
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], this step's tokens included; Hq is a multiple of Hkv and
+                    query head h reads KV head h // (Hq // Hkv)
+    block_tables    int32 [S, M]; entries past a sequence's last block are never read
+    cu_seqlens_q    int32 [S + 1], starts at 0; equal neighbours: a sequence without rows in this step
+    context_lens    int32 [S], tokens of the sequence including this step's, so >= its rows
+    scale           factor on q . k, before the soft cap
+    sliding_window  a row at position p sees p - sliding_window + 1 .. p; None: all of 0 .. p
+    softcap         scores become softcap * tanh(score / softcap); None: unchanged
+
+    Returns [T, Hq, D] in q's dtype (`out` when given). Rows from cu_seqlens_q[S] on are padding: left alone in
+    `out`, zero in a result allocated here. Slots that no row of the sequence sees may hold anything, NaN too.
+    """
+    if out is None:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    group = q.shape[1] // num_kv_heads
+    bounds = cu_seqlens_q.tolist()
+    for s, context_len in enumerate(context_lens.tolist()):
+        first, last = bounds[s], bounds[s + 1]
+        positions = torch.arange(context_len, device=q.device)
+        blocks = block_tables[s].long()[positions // block_size]
+        keys = k_cache[blocks, :, positions % block_size].double().repeat_interleave(group, dim=1)
+        values = v_cache[blocks, :, positions % block_size].double().repeat_interleave(group, dim=1)
+        for row in range(first, last):
+            position = context_len - (last - row)
+            start = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            seen = slice(start, position + 1)
+            scores = torch.einsum("hd,khd->hk", q[row].double(), keys[seen]) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
+    return out

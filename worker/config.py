@@ -1,0 +1,85 @@
+"""What a worker is told at start. Frozen and checked; what it finds out itself is `WorkerInfo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.protos.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS: tuple[str, ...] = ()
+"""None so far: weights run in the dtype they are loaded in."""
+GPU_MEMORY_UTILIZATION_MAX = 0.95
+"""Above this, fragmentation and the driver's own needs run a device out of memory sooner or later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Options of one worker. Raises `ConfigError` naming the option (`param`) and what it accepts."""
+
+    worker_id: str
+    model: str | None = None
+    """None: the default model; else a folder, a .gguf file or a hub id."""
+    device: str = "auto"
+    """"auto": CUDA if there is a device, else the CPU. "cuda:1" picks one."""
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    """None: from free memory."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    """None: the model's."""
+    gpu_memory_utilization: float = 0.90
+    """Share of the device's memory for weights, KV cache and steps together."""
+    allow_high_gpu_memory_utilization: bool = False
+    """Lets the share go above 0.95, up to 1."""
+    num_threads: int | None = None
+    """Of the CPU; None: as many as this process may run on."""
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.worker_id, str) or not self.worker_id:
+            raise ConfigError(f"worker_id must be a name, got {self.worker_id!r}", param="worker_id")
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"model must be a path, a hub id or None, got {self.model!r}", param="model")
+        self._check_device()
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", param="dtype")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            accepted = ", ".join(("None", *QUANTIZATIONS))
+            raise ConfigError(
+                f"quantization must be one of: {accepted}; got {self.quantization!r}", param="quantization"
+            )
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            self._check_count(name)
+        for name in ("num_blocks", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                self._check_count(name)
+        self._check_utilization()
+
+    def _check_device(self) -> None:
+        kind, _, index = str(self.device).partition(":")
+        indexed = kind == "cuda" and index.isdecimal()
+        if not (self.device in DEVICES or indexed):
+            raise ConfigError(
+                f"device must be one of {', '.join(DEVICES)} or cuda:N, got {self.device!r}", param="device"
+            )
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+
+    def _check_utilization(self) -> None:
+        value, name = self.gpu_memory_utilization, "gpu_memory_utilization"
+        # Written so that NaN, which compares false to everything, is refused too.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
+            raise ConfigError(f"{name} must be above 0 and at most 1, got {value!r}", param=name)
+        if value > GPU_MEMORY_UTILIZATION_MAX and not self.allow_high_gpu_memory_utilization:
+            raise ConfigError(
+                f"{name} {value:g} is above {GPU_MEMORY_UTILIZATION_MAX} and would run out of memory sooner or "
+                "later; set allow_high_gpu_memory_utilization to insist",
+                param=name,
+            )

@@ -1,0 +1,147 @@
+"""Carries out step plans, one after the other.
+
+Owns the order within a step: check and book the plan, copy blocks, forward, sample, book the samples. Decode
+inputs are the worker's own samples, so a plan may be sent while the one before it still runs; running plans in
+order is all that this takes. Who may send plans, and over what, is the servicer's concern.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from octavo.protos.errors import UnavailableError
+from octavo.protos.types import MASKED_TOKEN, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.input_batch import FlatInputs, InputBatch, PreparedStep
+from octavo.worker.kv_pool import KVPool
+from octavo.worker.sampler import Sampler, Samples
+
+
+class Runner(Protocol):
+    """`model.ModelRunner`, or whatever a test puts in its place."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits float32 [K, vocab] of the batch's `logit_rows`; its KV is in its slots afterwards."""
+        ...
+
+
+class Executor:
+    """One device. All calls come from one thread at a time."""
+
+    def __init__(
+        self, runner: Runner, kv_pool: KVPool, input_batch: InputBatch, sampler: Sampler, info: WorkerInfo
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._kv_pool = kv_pool
+        self._input_batch = input_batch
+        self._sampler = sampler
+        self._broken: str | None = None
+
+    @property
+    def num_rows_in_use(self) -> int:
+        return self._input_batch.num_rows_in_use
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; returns when its tokens are known.
+
+        Raises `PlanRejectedError` for a plan that breaks the ledger; nothing has changed then and the right plan
+        may follow. Any other exception leaves KV and rows in doubt: every later plan is refused with
+        `UnavailableError`. A sequence whose logits are not finite fails alone, in `row_errors`.
+        """
+        if self._broken is not None:
+            raise UnavailableError(f"the worker stopped at an earlier step: {self._broken}")
+        started = time.perf_counter()
+        step = self._input_batch.prepare(plan)
+        try:
+            return self._run(plan, step, started)
+        except Exception as error:
+            self._broken = f"step {plan.step_id}: {type(error).__name__}: {error}"
+            raise
+
+    def reset(self) -> None:
+        """Forget all rows, as after start. Blocks keep their content, which nobody knows any more."""
+        self._input_batch.reset()
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` on a broken invariant of rows or blocks (rule R2)."""
+        self._input_batch.check_integrity()
+        self._kv_pool.check_integrity()
+
+    def _run(self, plan: StepPlan, step: PreparedStep, started: float) -> StepResult:
+        inputs = None if step.inputs is None else self._to_device(step.inputs)
+        prepared = time.perf_counter()
+        self._kv_pool.copy_blocks(plan.block_copies)
+        logits = None if inputs is None else self._runner.forward(inputs)
+        if self._kv_pool.kv.is_cuda:
+            # Sampling would wait here anyhow; this way the seconds are booked where they were spent.
+            torch.cuda.synchronize(self._kv_pool.kv.device)
+        computed = time.perf_counter()
+        samples = None
+        if step.sampling is not None:
+            assert logits is not None
+            samples = self._sampler.sample(logits, step.sampling)
+            failed = np.zeros(len(samples.token_ids), np.bool_)
+            failed[list(samples.errors)] = True
+            self._input_batch.finish(step, samples.token_ids, failed)
+        ended = time.perf_counter()
+        return _result(
+            plan,
+            step,
+            samples,
+            step_seconds=ended - started,
+            parts_seconds={
+                "prepare": prepared - started,
+                "forward": computed - prepared,
+                "sample": ended - computed,
+            },
+        )
+
+    def _to_device(self, inputs: FlatInputs) -> ForwardBatch:
+        device = self._kv_pool.kv.device
+        return ForwardBatch(
+            input_ids=torch.from_numpy(inputs.input_ids).to(device),
+            positions=torch.from_numpy(inputs.positions).to(device),
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
+            block_tables=torch.from_numpy(inputs.block_tables).to(device),
+            cu_seqlens_q=torch.from_numpy(inputs.cu_seqlens_q).to(device),
+            context_lens=torch.from_numpy(inputs.context_lens).to(device),
+            logit_rows=torch.from_numpy(inputs.logit_rows).to(device),
+        )
+
+
+def _result(
+    plan: StepPlan,
+    step: PreparedStep,
+    samples: Samples | None,
+    *,
+    step_seconds: float,
+    parts_seconds: dict[str, float],
+) -> StepResult:
+    """Put the samples back among those that were masked."""
+    token_ids = np.full(len(plan.sample_rows), MASKED_TOKEN, np.int32)
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    row_errors: tuple[tuple[int, str], ...] = ()
+    if samples is not None:
+        token_ids[step.samples] = samples.token_ids
+        places = step.samples.tolist()
+        row_errors = tuple((places[index], message) for index, message in sorted(samples.errors.items()))
+        if samples.logprobs:
+            spread: list[TokenLogprobs | None] = [None] * len(token_ids)
+            for place, entry in zip(places, samples.logprobs, strict=True):
+                spread[place] = entry
+            logprobs = tuple(spread)
+    return StepResult(
+        step_id=plan.step_id,
+        epoch=plan.epoch,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        row_errors=row_errors,
+        step_seconds=step_seconds,
+        parts_seconds=parts_seconds,
+    )

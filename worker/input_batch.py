@@ -1,0 +1,306 @@
+"""The worker's memory of its running branches, and the flat batch that one step makes of them.
+
+Owns a row for each branch: tokens, block table, progress, sampling parameters, counts for penalties. Plans carry
+deltas; this is where they are carried out, in the order in which `StepPlan` lists its fields, once
+`plan_checks.py` has passed them: a plan that is refused leaves no trace. State is arrays over rows, so that what
+a step costs in Python does not grow with the number of running branches.
+
+Knows nothing of torch: what it hands out is numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.protos.errors import IntegrityError, PlanRejectedError
+from octavo.protos.types import Int32Array, NewSequence, Request, StepPlan, finish_reason
+from octavo.worker.block_ledger import BlockLedger
+from octavo.worker.logit_rules import LogitEdits, LogitRules
+from octavo.worker.plan_checks import BatchLimits, Progress, TokenPlaces, check_blocks, check_rows
+from octavo.worker.random import seed_bits
+from octavo.worker.sampler import SamplingBatch
+
+_NO_TOKEN = -1
+"""Pads the matrix of stop ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatInputs:
+    """One step's model input; names, shapes and dtypes as in `forward_batch.ForwardBatch`, but numpy."""
+
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    block_tables: Int32Array
+    cu_seqlens_q: Int32Array
+    context_lens: Int32Array
+    logit_rows: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """What is left to do of a plan that has been checked and booked."""
+
+    inputs: FlatInputs | None
+    """None: no row runs."""
+    sampling: SamplingBatch | None
+    """None: no row samples."""
+    samples: npt.NDArray[np.int64]
+    """[K'] indices into the plan's `sample_rows` of those that sample; the others had ended. Aligned with
+    `sampling`."""
+    sample_rows: Int32Array
+    """[K'] their rows."""
+
+
+class InputBatch:
+    """Rows of one worker. Not thread-safe: plans are prepared, run and finished one after the other.
+
+    Memory: 4 bytes a token of `max_model_len` and row, of which the system backs only what was ever used;
+    the parameters take about 100 bytes a row, penalties 16 bytes a distinct token of the rows that ask for them.
+    """
+
+    def __init__(self, limits: BatchLimits, *, num_blocks: int) -> None:
+        self.limits = limits
+        rows = limits.max_num_seqs
+        self.ledger = BlockLedger(
+            max_num_seqs=rows,
+            max_blocks_per_row=-(-limits.max_model_len // limits.block_size),
+            num_blocks=num_blocks,
+        )
+        self.epoch = 0
+        self.last_step_id = 0
+        self.progress = Progress.empty(rows)
+        self._tokens: Int32Array = np.empty((rows, limits.max_model_len), np.int32)
+        self._requests: list[Request | None] = [None] * rows
+        self._rules: dict[int, LogitRules] = {}
+        self._prompt_lens: Int32Array = np.zeros(rows, np.int32)
+        self._max_tokens: Int32Array = np.zeros(rows, np.int32)
+        self._branches: Int32Array = np.zeros(rows, np.int32)
+        self._seeds = np.zeros(rows, np.uint64)
+        self._temperatures = np.zeros(rows, np.float64)
+        self._top_ks = np.zeros(rows, np.int64)
+        self._top_ps = np.zeros(rows, np.float64)
+        self._min_ps = np.zeros(rows, np.float64)
+        self._num_logprobs: Int32Array = np.zeros(rows, np.int32)
+        self._greedy = np.zeros(rows, np.bool_)
+        self._has_rules = np.zeros(rows, np.bool_)
+        self._stop_ids: Int32Array = np.full((rows, 4), _NO_TOKEN, np.int32)
+
+    @property
+    def num_rows_in_use(self) -> int:
+        return int(self.progress.in_use.sum())
+
+    def reset(self) -> None:
+        """Forget all rows; the next plan is step 1 of this epoch or of a later one."""
+        self.last_step_id = 0
+        self.progress = Progress.empty(self.limits.max_num_seqs)
+        self.ledger.reset()
+        self._requests = [None] * self.limits.max_num_seqs
+        self._rules.clear()
+
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """Check `plan`, book it and make the step's inputs; `finish` takes the samples.
+
+        Raises `PlanRejectedError`, and then nothing has changed, except that a plan of a newer epoch ends the
+        older one and drops its rows, whatever else is wrong with it.
+        """
+        self._check_turn(plan)
+        if plan.epoch > self.epoch:
+            self.reset()
+            self.epoch = plan.epoch
+        after = check_rows(plan, self.progress, self.limits)
+        released = np.zeros_like(after.in_use)
+        released[plan.released_rows] = True
+        updates = self.ledger.check_updates(plan.block_updates, after.in_use, released)
+        change = self.ledger.apply(plan.released_rows, updates)
+        try:
+            places = check_blocks(plan, after, self.ledger, self.limits.block_size)
+        except PlanRejectedError:
+            self.ledger.undo(change)
+            raise
+        # Nothing below can fail.
+        self.last_step_id = plan.step_id
+        self.progress = after
+        for row in plan.released_rows.tolist():
+            self._requests[row] = None
+            self._rules.pop(row, None)
+        for new in plan.new_sequences:
+            self._admit(new)
+        samples = np.flatnonzero(~after.ended[plan.rows[plan.sample_indices]])
+        inputs, logit_indices = self._flatten(plan, places, samples)
+        after.num_computed[plan.rows[places.active]] += plan.num_tokens[places.active]
+        for parent, child, branch in plan.forks.tolist():
+            self._fork(parent, child, branch)
+        sample_rows = plan.sample_rows[samples]
+        sampling = self._sampling(sample_rows, logit_indices) if len(samples) else None
+        return PreparedStep(inputs, sampling, samples, sample_rows)
+
+    def finish(self, step: PreparedStep, token_ids: Int32Array, failed: npt.NDArray[np.bool_]) -> None:
+        """Append the step's samples. Both arrays are [K'], aligned with `step.samples`.
+
+        A row whose branch ends with its token, or has failed, takes no part in what plans sent ahead say of it.
+        """
+        progress = self.progress
+        progress.ended[step.sample_rows[failed]] = True
+        rows, tokens = step.sample_rows[~failed], token_ids[~failed]
+        self._tokens[rows, progress.lengths[rows]] = tokens
+        progress.lengths[rows] += 1
+        for index in np.flatnonzero(self._has_rules[rows]).tolist():
+            self._rules[int(rows[index])].add(int(tokens[index]))
+        num_outputs = progress.lengths[rows] - self._prompt_lens[rows]
+        # The arrays only pick whom to ask; the rule itself is written once, in `finish_reason`.
+        may_end = (num_outputs >= self._max_tokens[rows]) | (self._stop_ids[rows] == tokens[:, None]).any(
+            axis=1
+        )
+        for index in np.flatnonzero(may_end).tolist():
+            row = int(rows[index])
+            request = self._requests[row]
+            assert request is not None
+            reason = finish_reason(
+                request, int(num_outputs[index]), int(tokens[index]), int(self._max_tokens[row])
+            )
+            progress.ended[row] = reason is not None
+
+    def tokens(self, row: int) -> Int32Array:
+        """A copy of the tokens that the row has."""
+        return self._tokens[row, : self.progress.lengths[row]].copy()
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` on a broken invariant of rows or blocks (rule R2)."""
+        self.ledger.check_integrity()
+        progress, ledger = self.progress, self.ledger
+        used = np.flatnonzero(progress.in_use)
+        if (bad := (ledger.table_lens > 0) & ~progress.in_use).any():
+            raise IntegrityError(f"row {np.flatnonzero(bad)[0]} is free and holds blocks")
+        if (bad := progress.num_computed[used] > progress.lengths[used]).any():
+            raise IntegrityError(f"row {used[bad][0]} has more computed tokens than tokens")
+        slots = ledger.table_lens[used].astype(np.int64) * self.limits.block_size
+        if (bad := progress.num_computed[used] > slots).any():
+            raise IntegrityError(f"row {used[bad][0]} has more computed tokens than slots")
+        if any(
+            (self._requests[row] is not None) != progress.in_use[row] for row in range(len(self._requests))
+        ):
+            raise IntegrityError("rows in use and requests on record differ")
+        with_rules = set(np.flatnonzero(self._has_rules & progress.in_use).tolist())
+        if with_rules != set(self._rules):
+            raise IntegrityError("rows with rules and rules on record differ")
+
+    # --- one plan ------------------------------------------------------------------------------------------
+
+    def _check_turn(self, plan: StepPlan) -> None:
+        if plan.epoch < self.epoch:
+            raise PlanRejectedError(f"the plan is of epoch {plan.epoch}; epoch {self.epoch} has taken over")
+        due = self.last_step_id + 1 if plan.epoch == self.epoch else 1
+        if plan.step_id != due:
+            raise PlanRejectedError(f"step {plan.step_id} of epoch {plan.epoch} where step {due} was due")
+
+    def _admit(self, new: NewSequence) -> None:
+        row, request, params = new.row, new.request, new.request.params
+        self._requests[row] = request
+        self._tokens[row, : len(new.token_ids)] = new.token_ids
+        self._prompt_lens[row] = request.num_prompt_tokens
+        self._max_tokens[row] = new.max_tokens
+        self._branches[row] = new.branch
+        self._seeds[row] = seed_bits(request.seed)
+        self._temperatures[row] = params.temperature
+        self._top_ks[row] = params.top_k
+        self._top_ps[row] = params.top_p
+        self._min_ps[row] = params.min_p
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        # The likeliest token alone is all that top_k 1 leaves.
+        self._greedy[row] = params.greedy or params.top_k == 1
+        rules = LogitRules.of(request, new.token_ids, self.limits.vocab_size)
+        self._has_rules[row] = rules is not None
+        if rules is not None:
+            self._rules[row] = rules
+        stops = (*request.eos_token_ids, *params.stop_token_ids)
+        if len(stops) > self._stop_ids.shape[1]:
+            wider = np.full((len(self._stop_ids), len(stops)), _NO_TOKEN, np.int32)
+            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
+            self._stop_ids = wider
+        self._stop_ids[row] = _NO_TOKEN
+        self._stop_ids[row, : len(stops)] = stops
+
+    def _fork(self, parent: int, child: int, branch: int) -> None:
+        """Make `child` what `parent` is: the step's tokens computed, its sample not yet taken."""
+        progress = self.progress
+        for array in (
+            progress.in_use,
+            progress.ended,
+            progress.lengths,
+            progress.num_computed,
+            self._prompt_lens,
+            self._max_tokens,
+            self._seeds,
+            self._temperatures,
+            self._top_ks,
+            self._top_ps,
+            self._min_ps,
+            self._num_logprobs,
+            self._greedy,
+            self._has_rules,
+            self._stop_ids,
+        ):
+            array[child] = array[parent]
+        self._branches[child] = branch
+        self._requests[child] = self._requests[parent]
+        length = progress.lengths[parent]
+        self._tokens[child, :length] = self._tokens[parent, :length]
+        if parent in self._rules:
+            self._rules[child] = self._rules[parent].fork()
+        self.ledger.fork(parent, child)
+
+    def _flatten(
+        self, plan: StepPlan, places: TokenPlaces, samples: npt.NDArray[np.int64]
+    ) -> tuple[FlatInputs | None, npt.NDArray[np.int64]]:
+        """The flat batch, and for each of `samples` its row of the logits; a fork's branches share one."""
+        if not len(places.active):
+            return None, np.empty(0, np.int64)
+        block_size = self.limits.block_size
+        rows, counts = plan.rows[places.active], plan.num_tokens[places.active]
+        cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        context_lens = plan.start_positions[places.active] + counts
+        width = -(-int(context_lens.max()) // block_size)
+        place = np.zeros(len(plan.rows), np.int64)
+        place[places.active] = np.arange(len(rows))
+        sampled, logit_indices = np.unique(place[plan.sample_indices[samples]], return_inverse=True)
+        inputs = FlatInputs(
+            input_ids=self._tokens[places.rows, places.positions].astype(np.int64),
+            positions=places.positions,
+            slot_mapping=places.blocks.astype(np.int64) * block_size + places.positions % block_size,
+            block_tables=np.ascontiguousarray(self.ledger.tables[rows, :width]),
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=context_lens,
+            logit_rows=cu_seqlens_q[sampled + 1].astype(np.int64) - 1,
+        )
+        return inputs, logit_indices.reshape(-1)
+
+    def _sampling(self, rows: Int32Array, logit_indices: npt.NDArray[np.int64]) -> SamplingBatch:
+        num_outputs = self.progress.lengths[rows] - self._prompt_lens[rows]
+        edited = self._has_rules[rows]
+        edits = None
+        if edited.any():
+            outputs = {k: int(num_outputs[k]) for k in np.flatnonzero(edited).tolist()}
+            rules = {k: self._rules[int(rows[k])] for k in outputs}
+            rules = {k: rule for k, rule in rules.items() if rule.applies(outputs[k])}
+            edited = np.zeros(len(rows), np.bool_)
+            edited[list(rules)] = True
+            edits = LogitEdits.collect(rules, outputs)
+        return SamplingBatch(
+            logit_indices=logit_indices,
+            greedy=self._greedy[rows],
+            temperatures=self._temperatures[rows],
+            top_ks=self._top_ks[rows],
+            top_ps=self._top_ps[rows],
+            min_ps=self._min_ps[rows],
+            seeds=self._seeds[rows],
+            branches=self._branches[rows],
+            positions=num_outputs,
+            num_logprobs=self._num_logprobs[rows],
+            edited=edited,
+            edits=edits,
+        )
