@@ -64,54 +64,17 @@ def products(
     for sequence in range(tables.shape[0]):
         for head in range(KV_HEADS):
             at = (sequence * KV_HEADS + head) * rows * HEAD_DIM
-            tile, result = queries[at : at + rows * HEAD_DIM], output[at : at + rows * HEAD_DIM]
+            tile = (queries, at, HEAD_DIM)
             for block in tables[sequence]:
                 k_at = block * k_strides[0] + head * k_strides[1]
+                result = (scores, 0, BLOCK_SIZE)
                 if k_strides[2] == 1:
                     scores[:] = 0.0
-                    accumulate(
-                        tile,
-                        0,
-                        HEAD_DIM,
-                        k,
-                        k_at,
-                        k_strides[3],
-                        scores,
-                        0,
-                        BLOCK_SIZE,
-                        rows,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                    )
+                    accumulate(tile, (k, k_at, k_strides[3]), result, rows, BLOCK_SIZE, HEAD_DIM)
                 else:
-                    score_block(
-                        tile,
-                        rows,
-                        k,
-                        k_at,
-                        k_strides[2],
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                        scores,
-                        0,
-                        BLOCK_SIZE,
-                        transposed,
-                    )
-                v_at = block * v_strides[0] + head * v_strides[1]
-                accumulate(
-                    scores,
-                    0,
-                    BLOCK_SIZE,
-                    v,
-                    v_at,
-                    v_strides[2],
-                    result,
-                    0,
-                    HEAD_DIM,
-                    rows,
-                    HEAD_DIM,
-                    BLOCK_SIZE,
-                )
+                    score_block(tile, (k, k_at, k_strides[2]), result, rows, BLOCK_SIZE, HEAD_DIM, transposed)
+                values = (v, block * v_strides[0] + head * v_strides[1], v_strides[2])
+                accumulate(result, values, (output, at, HEAD_DIM), rows, HEAD_DIM, BLOCK_SIZE)
 
 
 @compiled()

@@ -381,9 +381,10 @@ class Scheduler:
             if group.state is not GroupState.RUNNING:
                 continue
             prompt = group.request.num_prompt_tokens
+            # Taken before any branch starts in this plan: what is shared must have been computed by an earlier one.
+            back = [seq for seq in group.live if seq.row is not None]
+            source = next((seq for seq in back if seq.num_computed_tokens >= prompt), None)
             for seq in [seq for seq in group.live if seq.row is None]:
-                back = [other for other in group.live if other.row is not None]
-                source = next((other for other in back if other.num_computed_tokens >= prompt), None)
                 if budget.left == 0 or (back and source is None):
                     break
                 hit = self.kv.find_prefix(group, seq.token_ids.tobytes())
@@ -398,6 +399,8 @@ class Scheduler:
                     break
                 self._start_sequence(seq, plan)
                 self._plan_chunk(seq, plan, budget)
+                if source is None:
+                    break
             if any(seq.row is None for seq in group.live):
                 still.append(group)
         self._returning = still

@@ -370,6 +370,10 @@ def readable(array: Any, widened: Any) -> Any:
 
 @overload(readable)
 def _compile_readable(array: Any, widened: Any) -> Any:
-    if array.dtype == types.float32:
-        return lambda array, widened: array
-    return lambda array, widened: widened
+    def same(array: Any, widened: Any) -> Any:
+        return array
+
+    def other(array: Any, widened: Any) -> Any:
+        return widened
+
+    return same if array.dtype == types.float32 else other

@@ -4,7 +4,7 @@ Owns the inner loops: products that keep their sums in registers, masking, the o
 Gimelshein (2018). Keys are walked `KEY_TILE` at a time, block by block where they lie in the cache, and a block
 is read once for all rows of the tile. Knows nothing of batches, threads or torch.
 
-Matrices are (flat array, offset of [0, 0], row stride), in elements. Keys and values may be float32, uint16
+Offsets and strides are in elements. Keys and values may be float32, uint16
 (bfloat16 bits) or int16 (float16 bits), see `simd`; everything else is float32.
 """
 
@@ -18,6 +18,7 @@ from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
     LOG2_E,
+    readable,
     vadd,
     vdiv,
     vexp2,
@@ -37,6 +38,9 @@ from octavo.kernels.cpu.simd import (
     vtranspose,
 )
 
+Matrix = tuple[Any, int, int]
+"""(flat array, offset of [0, 0], row stride)"""
+
 KEY_TILE = 64
 """Keys between two updates of the running maximum, in whole blocks."""
 FEW_ROWS = 8
@@ -50,25 +54,15 @@ def round_up(count: int) -> int:
 
 
 @compiled()
-def accumulate(
-    a: Any,
-    a_at: int,
-    a_stride: int,
-    b: Any,
-    b_at: int,
-    b_stride: int,
-    c: Any,
-    c_at: int,
-    c_stride: int,
-    rows: int,
-    columns: int,
-    depth: int,
-) -> None:
-    """c[rows, columns] += a[rows, depth] @ b[depth, columns], each an (array, offset, row stride).
+def accumulate(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int) -> None:
+    """result[rows, columns] += left[rows, depth] @ right[depth, columns]; `columns` is a multiple of 8.
 
-    `columns` is a multiple of 8. Four rows by sixteen columns stay in registers; every element of c adds its
-    products in the order of depth, whatever the shape around it.
+    Four rows by sixteen columns stay in registers; every element of the result adds its products in the order
+    of depth, whatever the shape around it.
     """
+    a, a_at, a_stride = left
+    b, b_at, b_stride = right
+    c, c_at, c_stride = result
     row = 0
     while row + 4 <= rows:
         a0 = a_at + row * a_stride
@@ -152,21 +146,11 @@ def accumulate(
 
 
 @compiled()
-def dot_rows(
-    a: Any,
-    a_at: int,
-    a_stride: int,
-    b: Any,
-    b_at: int,
-    b_stride: int,
-    c: Any,
-    c_at: int,
-    c_stride: int,
-    rows: int,
-    columns: int,
-    depth: int,
-) -> None:
-    """c[rows, columns] = a[rows, depth] @ b[columns, depth].T; `columns` and `depth` are multiples of 8."""
+def dot_rows(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int) -> None:
+    """result[rows, columns] = left[rows, depth] @ right[columns, depth].T; `columns`, `depth` multiples of 8."""
+    a, a_at, a_stride = left
+    b, b_at, b_stride = right
+    c, c_at, c_stride = result
     for row in range(rows):
         for column in range(0, columns, LANES):
             zero = vsplat(0.0)
@@ -186,10 +170,9 @@ def dot_rows(
 
 
 @compiled()
-def widen_rows(
-    source: Any, source_at: int, source_stride: int, target: Any, target_stride: int, rows: int, columns: int
-) -> None:
-    """target[rows, columns] = source[rows, columns] as float32; padding columns of target become 0."""
+def widen_rows(narrow: Matrix, target: Any, target_stride: int, rows: int, columns: int) -> None:
+    """target[rows, columns] = narrow[rows, columns] as float32; columns of target up to a whole vector get 0."""
+    source, source_at, source_stride = narrow
     for row in range(rows):
         at = source_at + row * source_stride
         to = row * target_stride
@@ -214,42 +197,41 @@ def soft_cap(scores: Any, cap: float) -> Any:
 
 @compiled()
 def update_softmax(
-    scores: Any,
-    stride: int,
+    raw: Matrix,
     rows: int,
     group: int,
     position: int,
-    block: int,
-    num_blocks: int,
-    block_size: int,
-    keys: tuple[int, int],
+    tile: tuple[int, int, int],
+    seen: tuple[int, int],
     window: int,
     cap: float,
     accumulated: tuple[Any, Any, Any],
     columns: int,
 ) -> None:
-    """Turn one key tile of scores, in units of log2, into weights, and rescale what was summed before.
+    """Turn one key tile of raw scores, in units of log2, into weights, and rescale what was summed before.
 
-    scores [rows, stride] holds `num_blocks` blocks from `block` on, each padded to whole vectors; keys =
-    (begin, end) of what may be seen at all. accumulated = (output [rows, columns], maxima [rows], sums [rows,
-    8], one partial sum a lane), changed in place.
+    tile = (first block, number of blocks, block_size): the columns of `raw`, each block padded to whole
+    vectors. seen = (begin, end) of the keys that any row may see. accumulated = (output [rows, columns], maxima
+    [rows], sums [rows, 8], one partial sum a lane), changed in place.
     """
+    scores, begin, stride = raw
+    block, num_blocks, block_size = tile
     output, maxima, sums = accumulated
     padded = round_up(block_size)
     for row in range(rows):
         own = position + row // group
-        seen_end = min(own + 1, keys[1])
-        seen_begin = max(keys[0], own + 1 - window) if window > 0 else keys[0]
-        at = row * stride
+        own_end = min(own + 1, seen[1])
+        own_begin = max(seen[0], own + 1 - window) if window > 0 else seen[0]
+        at = begin + row * stride
         highest = vsplat(-np.inf)
         for i in range(num_blocks):
             first = (block + i) * block_size
-            end = min(seen_end, first + block_size)
+            end = min(own_end, first + block_size)
             for slot in range(0, padded, LANES):
                 score = vload(scores, at + i * padded + slot)
                 if cap > 0.0:
                     score = soft_cap(score, cap)
-                score = vkeep(score, seen_begin - first - slot, end - first - slot)
+                score = vkeep(score, own_begin - first - slot, end - first - slot)
                 vstore(scores, at + i * padded + slot, score)
                 highest = vmax(highest, score)
         now = vmax_lanes(highest)
@@ -271,20 +253,20 @@ def update_softmax(
 
 @compiled()
 def score_block(
-    queries: Any, rows: int, k: Any, at: int, slot_stride: int, block_size: int, depth: int, scores: Any,
-    column: int, stride: int, transposed: Any,
-) -> None:  # fmt: skip
-    """scores[rows, column : column + padded block] = queries @ keys.T for the block of keys at k[at]."""
-    padded = round_up(block_size)
+    queries: Matrix, keys: Matrix, scores: Matrix, rows: int, padded: int, depth: int, transposed: Any
+) -> None:
+    """scores[rows, padded] = queries[rows, depth] @ keys[padded, depth].T, for one block of keys."""
     if rows <= FEW_ROWS:
-        dot_rows(queries, 0, depth, k, at, slot_stride, scores, column, stride, rows, padded, depth)
+        dot_rows(queries, keys, scores, rows, padded, depth)
         return
+    k, k_at, k_stride = keys
     for slot in range(0, padded, LANES):
         for d in range(0, depth, LANES):
-            vtranspose(k, at + slot * slot_stride + d, slot_stride, transposed, d * padded + slot, padded)
+            vtranspose(k, k_at + slot * k_stride + d, k_stride, transposed, d * padded + slot, padded)
+    values, values_at, values_stride = scores
     for row in range(rows):
-        scores[row * stride + column : row * stride + column + padded] = 0.0
-    accumulate(queries, 0, depth, transposed, 0, padded, scores, column, stride, rows, padded, depth)
+        values[values_at + row * values_stride : values_at + row * values_stride + padded] = 0.0
+    accumulate(queries, (transposed, 0, padded), scores, rows, padded, depth)
 
 
 @compiled()
@@ -310,20 +292,20 @@ def attend(
     table: Any,
     block_size: int,
     head_dim: int,
-    keys: tuple[int, int],
+    seen: tuple[int, int],
     window: int,
     cap: float,
     accumulated: tuple[Any, Any, Any],
     scratch: tuple[Any, Any, Any, Any],
 ) -> None:
-    """One tile against the keys (begin, end) of its sequence, for one KV head.
+    """One tile against the keys seen = (begin, end) of its sequence, for one KV head.
 
     queries [rows, padded head_dim] from `load_queries`; row r is the token at `position` + r // group. caches =
     (k, v) flat, strides = (block, slot), head_at = offset of the head in a block, table [M] of this sequence.
     accumulated = (output [rows, padded head_dim], maxima [rows], sums [rows, 8]) is set: output is yet to be
     divided by the sums.
 
-    Of values it reads only the slots of `keys`; of keys it may load other slots of the same block, whose scores
+    Of values it reads only the slots of `seen`; of keys it may load other slots of the same block, whose scores
     are masked.
     """
     k, v = caches
@@ -331,63 +313,42 @@ def attend(
     scores, wide_k, wide_v, transposed = scratch
     output, maxima, sums = accumulated
     depth, padded = round_up(head_dim), round_up(block_size)
-    # As it lies in the cache, if vectors neither run over the end of a row nor widen the same bits repeatedly.
-    direct = depth == head_dim and padded == block_size and (k.itemsize == 4 or rows <= FEW_ROWS)
+    # Read in place, unless it is in another format or vectors would run over the end of a row or a block.
+    direct = k.itemsize == 4 and depth == head_dim and padded == block_size
+    keys_at_hand = readable(k, wide_k) if direct else wide_k
+    values_at_hand = readable(v, wide_v) if direct else wide_v
+    row_stride = slot_stride if direct else depth
     tile_blocks = max(1, KEY_TILE // block_size)
     stride = tile_blocks * padded
     maxima[:rows] = -np.inf
     sums[: rows * LANES] = 0.0
     output[: rows * depth] = 0.0
-    end_block = (keys[1] + block_size - 1) // block_size
-    for block in range(keys[0] // block_size, end_block, tile_blocks):
+    end_block = (seen[1] + block_size - 1) // block_size
+    for block in range(seen[0] // block_size, end_block, tile_blocks):
         num_blocks = min(tile_blocks, end_block - block)
         for i in range(num_blocks):
             at = table[block + i] * block_stride + head_at
-            if direct:
-                score_block(
-                    queries,
-                    rows,
-                    k,
-                    at,
-                    slot_stride,
-                    block_size,
-                    depth,
-                    scores,
-                    i * padded,
-                    stride,
-                    transposed,
-                )
-            else:
-                widen_rows(k, at, slot_stride, wide_k, depth, block_size, head_dim)
-                score_block(
-                    queries, rows, wide_k, 0, depth, block_size, depth, scores, i * padded, stride, transposed
-                )
+            if not direct:
+                widen_rows((k, at, slot_stride), wide_k, depth, block_size, head_dim)
+                at = 0
+            keys = (keys_at_hand, at, row_stride)
+            score_block(
+                (queries, 0, depth), keys, (scores, i * padded, stride), rows, padded, depth, transposed
+            )
+        tile = (block, num_blocks, block_size)
         update_softmax(
-            scores,
-            stride,
-            rows,
-            group,
-            position,
-            block,
-            num_blocks,
-            block_size,
-            keys,
-            window,
-            cap,
-            accumulated,
-            depth,
+            (scores, 0, stride), rows, group, position, tile, seen, window, cap, accumulated, depth
         )
         for i in range(num_blocks):
             first = (block + i) * block_size
-            low = max(keys[0] - first, 0)
-            count = min(keys[1] - first, block_size) - low
+            low = max(seen[0] - first, 0)
+            count = min(seen[1] - first, block_size) - low
             at = table[block + i] * block_stride + head_at + low * slot_stride
-            column = i * padded + low
-            if direct:
-                accumulate(scores, column, stride, v, at, slot_stride, output, 0, depth, rows, depth, count)
-            else:
-                widen_rows(v, at, slot_stride, wide_v, depth, count, head_dim)
-                accumulate(scores, column, stride, wide_v, 0, depth, output, 0, depth, rows, depth, count)
+            if not direct:
+                widen_rows((v, at, slot_stride), wide_v, depth, count, head_dim)
+                at = 0
+            weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
+            accumulate(weights, values, (output, 0, depth), rows, depth, count)
 
 
 @compiled()

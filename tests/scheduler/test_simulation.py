@@ -31,9 +31,10 @@ def simulate(seed: int) -> Harness:
         max_num_seqs=rng.choice([4, 8, 32]),
         budget=rng.choice([8, 16, 64, 300]),
         depth=rng.choice([1, 2, 2, 3]),
-        prefix_cache=rng.random() < 0.8,
+        prefix_cache=rng.random() < 0.7,
         itl_target=rng.choice([None, None, 0.02]),
     )
+    branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
     stems = [[rng.randrange(1000) for _ in range(rng.randint(1, 150))] for _ in range(3)]
     left = rng.randint(3, 25)
     while left or h.scheduler.has_work:
@@ -50,7 +51,7 @@ def simulate(seed: int) -> Harness:
                 prompt,
                 seed=rng.randrange(5),
                 priority=rng.choice([0, 0, 0, 1]),
-                n=rng.choice([1, 1, 1, 2, 4]),
+                n=rng.choice(branches),
                 max_tokens=rng.choice([1, 2, rng.randint(1, 80), max(1, limit - len(prompt) - 5), None]),
                 eos=tuple(rng.sample(range(1000), 15)) if rng.random() < 0.5 else (),
                 salt=rng.choice(["", "", "x"]),
