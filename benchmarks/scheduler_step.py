@@ -51,7 +51,9 @@ def measure(rows: int, context: int, steps: int) -> tuple[list[float], list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()

@@ -40,7 +40,9 @@ class Served:
 @contextlib.asynccontextmanager
 async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) -> AsyncIterator[Served]:
     """`executor` behind gRPC, a coordinator and an HTTP port of its own."""
-    config = CoordinatorConfig(worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0)
+    config = CoordinatorConfig(
+        worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0
+    )
     core = CoordinatorCore(config)
     coordinator = CoordinatorServer(core, host="127.0.0.1")
     address = await coordinator.start()
