@@ -38,6 +38,9 @@ TILE_ROWS = 48
 """Query rows of a tile, at most, unless one token has more heads than that on one KV head."""
 SPLIT_KEYS = 512
 """Keys of an item of a short sequence, in whole blocks."""
+ALONE_PRODUCTS = 1 << 18
+"""Up to so many multiplications (some 30 microseconds) the calling thread works alone: waking a second one
+gains little, and where other processes want the core, waiting for it can cost a time slice of theirs."""
 
 # Columns of the item table.
 SEQ, TOKEN, NUM_TOKENS, KEY_BEGIN, KEY_END, PART, NUM_PARTS = range(7)
@@ -59,8 +62,8 @@ def plan_items(
     block_size: int,
     group: int,
     window: int,
-) -> tuple[Any, int]:
-    """int64 [N, 7] items (each stands for all KV heads) and the number of rows of parts to merge.
+) -> tuple[Any, int, int]:
+    """int64 [N, 7] items (each stands for all KV heads), rows of parts to merge, and rows times keys in all.
 
     Raises ValueError where the batch names a block or a length that cannot be, before anything is read.
     """
@@ -68,6 +71,7 @@ def plan_items(
     split = max(1, SPLIT_KEYS // block_size) * block_size
     num_seqs = context_lens.shape[0]
     num_items = 0
+    products = 0
     for s in range(num_seqs):
         tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
         context = context_lens[s]
@@ -81,6 +85,7 @@ def plan_items(
             for i in range(first // block_size, blocks):
                 if block_tables[s, i] < 0 or block_tables[s, i] >= num_blocks:
                     raise ValueError("a block table names a block outside the cache")
+        products += np.int64(tokens) * context * group
         num_items += (tokens + per_tile - 1) // per_tile + context // split + 1
     items = np.empty((num_items, ITEM_FIELDS), np.int64)
     count = 0
@@ -121,7 +126,7 @@ def plan_items(
             if parts > 1:
                 part_rows += tokens * group
             count += 1
-    return items[:count], part_rows
+    return items[:count], part_rows, products
 
 
 @compiled()
@@ -248,7 +253,7 @@ def paged_attention_kernel(
     table, cu_seqlens_q, context_lens = batch
     num_kv_heads, group, block_size, head_dim = shape
     num_cache_blocks = caches[0].shape[0] // (num_kv_heads * block_size * head_dim)
-    items, part_rows = plan_items(
+    items, part_rows, products = plan_items(
         table, cu_seqlens_q, context_lens, num_cache_blocks, block_size, group, options[0]
     )
     part_rows *= num_kv_heads
@@ -258,7 +263,23 @@ def paged_attention_kernel(
         np.empty(part_rows, np.float32),
     )
     counter = np.zeros(1, np.int64)
-    for _ in prange(threads):
+    if threads == 1 or products * num_kv_heads * head_dim * 2 <= ALONE_PRODUCTS:
         work(counter, items, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
+    else:
+        for _ in prange(threads):
+            work(
+                counter,
+                items,
+                batch,
+                q,
+                q_strides,
+                caches,
+                kv_strides,
+                shape,
+                options,
+                out,
+                out_strides,
+                parts,
+            )
     if part_rows > 0:
         merge_parts(items, cu_seqlens_q, shape, out, out_strides, parts)

@@ -49,7 +49,7 @@ sequences = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shape=shapes,
     sequences=sequences,

@@ -1,0 +1,152 @@
+"""The `openai` client against the real model, behind the real coordinator and worker streams."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import openai
+import pytest
+
+from octavo.cluster.tokenizer import Tokenizer
+
+from .support import served
+
+pytestmark = pytest.mark.model
+
+
+class Background:
+    """The served system on a loop of its own, so that the client may block."""
+
+    def __init__(self, executor, tokenizer):
+        self._executor, self._tokenizer = executor, tokenizer
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    async def _main(self):
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with served(self._executor, self._tokenizer, max_num_batched_tokens=256) as self.system:
+            self._up.set()
+            await self._stop.wait()
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._up.wait(60)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+
+    def idle_stats(self):
+        return asyncio.run_coroutine_threadsafe(self.system.idle_stats(), self._loop).result(30)
+
+
+@pytest.fixture(scope="module")
+def background(default_model_dir):
+    from octavo.worker.build import build_executor
+    from octavo.worker.config import WorkerConfig
+
+    executor = build_executor(
+        WorkerConfig(worker_id="worker-0", num_blocks=600, max_num_batched_tokens=256, max_num_seqs=32)
+    )
+    with Background(executor, Tokenizer(default_model_dir)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(background):
+    with openai.OpenAI(base_url=f"{background.system.url}/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def model(client):
+    return client.models.list().data[0].id
+
+
+def test_chat_completion_and_their_streams_agree(client, model, background):
+    messages = [{"role": "user", "content": "Name the capital of France."}]
+    options = {"model": model, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(messages=messages, **options)
+    assert "Paris" in whole.choices[0].message.content
+    chunks = list(
+        client.chat.completions.create(
+            messages=messages, stream=True, stream_options={"include_usage": True}, **options
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    # The second call found what the first had computed, all but the token that must run.
+    cached = chunks[-1].usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < whole.usage.prompt_tokens
+
+    whole = client.completions.create(prompt="Once upon a time", **options)
+    parts = client.completions.create(prompt="Once upon a time", stream=True, **options)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert background.idle_stats()["blocks_used"] == 0
+
+
+def test_seeds_repeat_and_choices_differ_beside_neighbours_without_seed(client, model):
+    """Case D08: a seeded request does not depend on who shares its batch."""
+
+    def sample(**options):
+        reply = client.completions.create(
+            model=model, prompt="The capital of France is", temperature=0.9, max_tokens=12, **options
+        )
+        return [choice.text for choice in reply.choices]
+
+    neighbours = [threading.Thread(target=sample) for _ in range(3)]
+    alone = sample(seed=42, n=2)
+    for neighbour in neighbours:
+        neighbour.start()
+    beside = sample(seed=42, n=2)
+    for neighbour in neighbours:
+        neighbour.join()
+    assert alone == beside
+    assert alone[0] != alone[1]
+    assert sample(seed=42) == alone[:1]
+
+
+def test_d11_stop_across_tokens(client, model):
+    options = {"model": model, "prompt": "x", "logit_bias": {"64": 100}, "max_tokens": 10, "temperature": 0}
+    reply = client.completions.create(stop=["PPP"], **options)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("", "stop")
+    parts = list(client.completions.create(stop=["PPP"], stream=True, **options))
+    assert "".join(part.choices[0].text for part in parts if part.choices) == ""
+    assert client.completions.create(**options).choices[0].text == "P" * 10
+
+
+def test_d12_emoji_streams_equal_the_whole(client, model):
+    for max_tokens in (1, 5, 9, 30):
+        options = {"model": model, "prompt": "\U0001f9ce" * 10, "max_tokens": max_tokens, "temperature": 0}
+        whole = client.completions.create(**options).choices[0].text
+        parts = client.completions.create(stream=True, **options)
+        assert "".join(part.choices[0].text for part in parts) == whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "param"),
+    [
+        ({"prompt": ""}, openai.BadRequestError, "prompt"),
+        ({"prompt": [49152]}, openai.BadRequestError, "prompt"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
+        ({"logit_bias": {"49152": 5}}, openai.BadRequestError, "logit_bias"),
+        ({"model": "no-such-model"}, openai.NotFoundError, "model"),
+        # 600 blocks hold 9,600 tokens, so the model's length is the limit that speaks.
+        ({"prompt": [5] * 9000}, openai.BadRequestError, "prompt"),
+    ],
+)
+def test_mistakes_raise_typed_errors_and_a_neighbour_does_not_notice(client, model, wrong, kind, param):
+    neighbour = client.completions.create(
+        model=model, prompt="Once upon a time", temperature=0, max_tokens=20, stream=True
+    )
+    first = next(neighbour)
+    with pytest.raises(kind) as caught:
+        client.completions.create(**{"model": model, "prompt": "Hi", "max_tokens": 4, **wrong})
+    assert caught.value.param == param
+    text = first.choices[0].text + "".join(part.choices[0].text for part in neighbour)
+    alone = client.completions.create(model=model, prompt="Once upon a time", temperature=0, max_tokens=20)
+    assert text == alone.choices[0].text
