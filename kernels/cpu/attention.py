@@ -229,6 +229,27 @@ def merge_parts(
 
 
 @compiled(parallel=True)
+def work_together(
+    threads: int,
+    counter: Any,
+    items: Any,
+    batch: tuple[Any, Any, Any],
+    q: Any,
+    q_strides: tuple[int, int],
+    caches: tuple[Any, Any],
+    kv_strides: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
+    options: tuple[int, float, float],
+    out: Any,
+    out_strides: tuple[int, int],
+    parts: tuple[Any, Any, Any],
+) -> None:
+    """`work` on every thread. Nothing else stands here: numba would make a parallel loop of any array fill."""
+    for _ in prange(threads):
+        work(counter, items, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
+
+
+@compiled()
 def paged_attention_kernel(
     q: Any,
     q_strides: tuple[int, int],
@@ -266,20 +287,20 @@ def paged_attention_kernel(
     if threads == 1 or products * num_kv_heads * head_dim * 2 <= ALONE_PRODUCTS:
         work(counter, items, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
     else:
-        for _ in prange(threads):
-            work(
-                counter,
-                items,
-                batch,
-                q,
-                q_strides,
-                caches,
-                kv_strides,
-                shape,
-                options,
-                out,
-                out_strides,
-                parts,
-            )
+        work_together(
+            threads,
+            counter,
+            items,
+            batch,
+            q,
+            q_strides,
+            caches,
+            kv_strides,
+            shape,
+            options,
+            out,
+            out_strides,
+            parts,
+        )
     if part_rows > 0:
         merge_parts(items, cu_seqlens_q, shape, out, out_strides, parts)
