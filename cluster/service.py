@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ class Service:
         self._port = config.port
         self._coordinator: Any = None
         self._fleet: Fleet | None = None
-        self._serving: Future[None] | None = None
+        self._serve_started = False
         self._ray_started = False
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
@@ -110,14 +109,14 @@ class Service:
         stage("model", f"model {self._model.name} found")
         self._start_ray()
         stage("ray", "Ray is up" if self.config.ray_address is None else "joined the Ray cluster")
-        with ThreadPoolExecutor(1, thread_name_prefix="octavo-serve") as threads:
-            self._start_actors()
-            self._serving = threads.submit(self._start_serve, lambda: stage("serve", "HTTP is up"))
-            assert self._fleet is not None
-            self.workers = self._fleet.wait_ready(
-                START_SECONDS_MAX, lambda info: stage(info.worker_id, _describe(info))
-            )
-            self._serving.result(READY_SECONDS_MAX)
+        self._start_actors()
+        assert self._fleet is not None
+        # The port opens once every checkpoint has been found good: a client never meets a server that cannot be.
+        self.workers = self._fleet.wait_ready(
+            START_SECONDS_MAX, lambda info: stage(info.worker_id, _describe(info))
+        )
+        self._start_serve()
+        stage("serve", "HTTP is up")
         self._wait_answering()
         stage("ready", f"ready at {self.url}")
         self._last_alive = time.monotonic()
@@ -176,8 +175,7 @@ class Service:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
         self._fleet = Fleet(configs, loopback=loopback, build=self._build or build_executor)
 
-    def _start_serve(self, on_up: Callable[[], None]) -> None:
-        """On its own thread, beside the workers."""
+    def _start_serve(self) -> None:
         import ray
         from ray import serve
         from ray.serve.config import HTTPOptions
@@ -204,7 +202,7 @@ class Service:
             # Ray's text is a traceback of another process; its last line says what happened there.
             reason = str(error).strip().splitlines()[-1].strip()
             raise StartupError(f"HTTP did not come up at {self.url}: {reason}") from error
-        on_up()
+        self._serve_started = True
 
     def _wait_answering(self) -> None:
         deadline = time.monotonic() + READY_SECONDS_MAX
@@ -293,7 +291,7 @@ class Service:
 
         from octavo.cluster.ingress import APP_NAME
 
-        if self._serving is not None and self._serving.done():
+        if self._serve_started:
             serve.delete(APP_NAME)
         if self._fleet is not None:
             self._fleet.kill()

@@ -6,6 +6,8 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -371,3 +373,31 @@ def test_processes_that_outlive_shutdown_are_killed(monkeypatch):
     service_module._end_processes([stubborn])
     assert not stubborn.is_running() or stubborn.status() == psutil.STATUS_ZOMBIE
     stubborn.wait()
+
+
+@pytest.mark.model
+def test_d27_a_wrong_tensor_shape_ends_the_start_before_the_port_opens(default_model_dir, tmp_path):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    for file in default_model_dir.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(
+        json.dumps({**config, "intermediate_size": config["intermediate_size"] + 64})
+    )
+    port = service_module._choose_port("127.0.0.1")
+    code = "from octavo.cluster.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(folder), "--workers", "1", "--port", str(port)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    opened = False
+    while run.poll() is None:
+        with socket.socket() as probe:
+            opened |= probe.connect_ex(("127.0.0.1", port)) == 0
+        time.sleep(0.1)
+    assert run.returncode not in (0, -signal.SIGKILL)
+    assert not opened
+    _, errors = run.communicate()
+    last = errors.strip().splitlines()[-1]
+    assert "_proj.weight" in last, errors
+    assert "Traceback" not in errors
