@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo.protos.errors import RequestTooLargeError
+from octavo.scheduler.events import Forked, Preempted, Resumed
 
 from .support import Harness, make_request
 
-NUM_SEEDS = int(os.environ.get("OCTAVO_SIM_SEEDS", "400"))
+NUM_SEEDS = int(os.environ.get("OCTAVO_SIM_SEEDS", "1000"))
 
 
 def simulate(seed: int) -> Harness:
@@ -26,7 +27,7 @@ def simulate(seed: int) -> Harness:
     rng = random.Random(seed)
     block_size = rng.choice([8, 16, 16, 24, 32])
     h = Harness(
-        num_blocks=rng.randint(8, 60),
+        num_blocks=rng.randint(6, 30),
         block_size=block_size,
         max_num_seqs=rng.choice([4, 8, 32]),
         budget=rng.choice([8, 16, 64, 300]),
@@ -34,25 +35,30 @@ def simulate(seed: int) -> Harness:
         prefix_cache=rng.random() < 0.7,
         itl_target=rng.choice([None, None, 0.02]),
     )
+    if rng.random() < 0.5:
+        # Admission without foresight: blocks run out all the time.
+        h.scheduler._reserve._min = h.scheduler._reserve.horizon = 0
     branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
-    stems = [[rng.randrange(1000) for _ in range(rng.randint(1, 150))] for _ in range(3)]
-    left = rng.randint(3, 25)
+    # Lengths follow the pool, so that most lives run it full; aborts are rare enough in most for that.
+    room = h.config.max_pool_tokens
+    abort_rate, stop_rate = rng.choice([(0.0, 0.0), (0.003, 0.003), (0.05, 0.02)])
+    arrival_rate = rng.choice([0.05, 0.3, 0.8])
+    stems = [[rng.randrange(1000) for _ in range(rng.randint(1, max(2, room // 5)))] for _ in range(3)]
+    left = rng.randint(2, 12)
     while left or h.scheduler.has_work:
         action = rng.random()
-        if left and action < 0.25:
+        if left and action < arrival_rate:
             left -= 1
             stem = rng.choice(stems)
-            prompt = stem[: rng.randint(1, len(stem))] + [
-                rng.randrange(1000) for _ in range(rng.randint(0, 40))
-            ]
-            limit = h.config.num_blocks * block_size
+            tail = [rng.randrange(1000) for _ in range(rng.randint(0, room // 12))]
+            prompt = stem[: rng.randint(1, len(stem))] + tail
             request = make_request(
                 f"r{left}",
                 prompt,
                 seed=rng.randrange(5),
                 priority=rng.choice([0, 0, 0, 1]),
                 n=rng.choice(branches),
-                max_tokens=rng.choice([1, 2, rng.randint(1, 80), max(1, limit - len(prompt) - 5), None]),
+                max_tokens=rng.choice([1, 2, rng.randint(1, 40), rng.randint(1, max(1, room // 3)), None]),
                 eos=tuple(rng.sample(range(1000), 15)) if rng.random() < 0.5 else (),
                 salt=rng.choice(["", "", "x"]),
             )
@@ -60,19 +66,26 @@ def simulate(seed: int) -> Harness:
                 h.add(request)
             except RequestTooLargeError:
                 continue
-        elif action < 0.30 and h.requests:
+        elif h.requests and rng.random() < abort_rate:
             h.take(h.scheduler.abort(rng.choice(sorted(h.requests)), h.now))
-        elif action < 0.32 and h.requests:
+        elif h.requests and rng.random() < stop_rate:
             h.take(h.scheduler.abort_branch(rng.choice(sorted(h.requests)), rng.randrange(4), h.now))
-        elif action < 0.65:
+        elif rng.random() < 0.5:
             h.plan()
         elif h.pending:
-            fail = frozenset({rng.randrange(4)}) if rng.random() < 0.02 else frozenset()
+            fail = frozenset({rng.randrange(4)}) if rng.random() < 0.3 * abort_rate else frozenset()
             h.commit(fail)
         h.scheduler.check_integrity()
         assert len(h.plans) < 50_000, "no progress"
     h.run()
     return h
+
+
+def test_the_simulation_reaches_what_it_is_for():
+    """Seeds that never fill the pool would prove nothing."""
+    lives = [simulate(seed) for seed in range(40)]
+    for kind in (Preempted, Resumed, Forked):
+        assert sum(h.count(kind) > 0 for h in lives) >= 10, kind
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
