@@ -123,7 +123,9 @@ class ModelLoadError(StartupError):
 def _tree(root: type[OctavoError]) -> dict[str, type[OctavoError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
+        # Only what both ends of a wire know: an edge may have subclasses of its own, which travel as their parents.
+        if child.__module__ == __name__:
+            found.update(_tree(child))
     return found
 
 
