@@ -301,6 +301,10 @@ class StepPlan:
     """Who plans. A worker refuses plans of an older epoch, and the scheduler refuses such results (fencing)."""
     released_rows: Int32Array = field(default_factory=_ints)
     """[R] rows whose branch ended or was parked; free for this plan's new sequences and forks."""
+    swaps_out: Int32Array = field(default_factory=_pairs)
+    """[N, 2] (device block, host block): parked KV, copied before anything of this step overwrites it."""
+    swaps_in: Int32Array = field(default_factory=_pairs)
+    """[N, 2] (host block, device block): KV that comes back, after `swaps_out`. No host block is in both."""
     new_sequences: tuple[NewSequence, ...] = ()
     block_updates: Int32Array = field(default_factory=_triples)
     """[U, 3] (row, index in its block table, block id): blocks appended, or replaced by copy-on-write. In order:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from octavo.protos.errors import ConfigError
 
-PREEMPTION_MODES = ("auto", "recompute")
-"""`swap` needs a host pool, which this version does not have; `auto` picks the cheapest way there is."""
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+"""`auto` prices every victim; the others force one way, as far as it is possible."""
+VICTIM_RULES = ("least_lost", "youngest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,13 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     """Plans that may be out before the first result is in."""
     preemption: str = "auto"
+    victims: str = "least_lost"
+    num_host_blocks: int = 0
+    """Blocks of the host pool; 0: parked requests are computed again."""
+    kv_bytes_per_block: int = 0
+    """All layers, K and V; what swapping a block moves."""
+    host_link_bytes_per_second: float = 0.0
+    """Measured by the worker at start; 0: unknown, and `auto` then never swaps."""
     prefix_cache: bool = True
     itl_target: float | None = None
     """Seconds a step may take; the budget of each step follows from it through the StepTimeModel."""
@@ -46,11 +54,16 @@ class SchedulerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
-        if self.preemption not in PREEMPTION_MODES:
-            raise ConfigError(
-                f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}",
-                param="preemption",
-            )
+        for name, choices in (("preemption", PREEMPTION_MODES), ("victims", VICTIM_RULES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}", param=name
+                )
+        for name in ("num_host_blocks", "kv_bytes_per_block", "host_link_bytes_per_second"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)!r}", param=name)
+        if self.preemption == "swap" and not self.num_host_blocks:
+            raise ConfigError("preemption 'swap' needs host blocks, and host_blocks is 0", param="preemption")
         if self.itl_target is not None and not 0 < self.itl_target < float("inf"):
             raise ConfigError(
                 f"itl_target must be a number of seconds above 0, got {self.itl_target!r}", param="itl_target"

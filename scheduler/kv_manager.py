@@ -81,11 +81,7 @@ class KVManager:
 
     def attach_prefix(self, seq: Sequence, hit: PrefixHit, plan: PlanBuilder) -> None:
         """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied."""
-        assert not seq.block_table
-        for block in hit.blocks:
-            self.pool.acquire(block)
-        seq.block_table = list(hit.blocks)
-        seq.num_published_blocks = len(hit.blocks)
+        self.attach_blocks(seq, hit.blocks)
         seq.num_computed_tokens = hit.num_tokens
         if hit.tail_block is not None:
             # Held until the plan is complete: nobody may be given, and write, the source of a copy in it.
@@ -93,6 +89,15 @@ class KVManager:
             plan.held_blocks.append(hit.tail_block)
             seq.block_table.append(self.pool.allocate())
             plan.copy_block(hit.tail_block, seq.block_table[-1])
+
+    def attach_blocks(self, seq: Sequence, blocks: list[int]) -> None:
+        """Start an empty table with whole blocks of the tree."""
+        assert not seq.block_table
+        for block in blocks:
+            self.pool.acquire(block)
+        seq.block_table = list(blocks)
+        seq.num_published_blocks = len(blocks)
+        seq.num_computed_tokens = len(blocks) * self.block_size
 
     def finish_plan(self, plan: PlanBuilder) -> None:
         """Let go of what was held for the plan's copies."""

@@ -44,8 +44,12 @@ class PlanBuilder:
         self.sample_rows: list[int] = []
         self.sample_indices: list[int] = []
         self.samples: list[Sequence] = []
+        self.swaps_out: list[int] = []
+        self.swaps_in: list[int] = []
         self.held_blocks: list[int] = []
         """Sources of copies, referenced until the plan is complete."""
+        self.held_host_blocks: list[int] = []
+        """Sources of swaps in, likewise."""
         self.num_scheduled_tokens = 0
         self.context_tokens = 0
 
@@ -54,6 +58,12 @@ class PlanBuilder:
 
     def copy_block(self, source: int, destination: int) -> None:
         self.block_copies += (source, destination)
+
+    def swap_out(self, block: int, host_block: int) -> None:
+        self.swaps_out += (block, host_block)
+
+    def swap_in(self, host_block: int, block: int) -> None:
+        self.swaps_in += (host_block, block)
 
     def add_sequence(self, seq: Sequence) -> None:
         """Tell the worker all of a branch that it has no row for; its table so far goes along as updates."""
@@ -100,13 +110,15 @@ class PlanBuilder:
 
     @property
     def empty(self) -> bool:
-        return not self.rows and not self.released_rows
+        return not (self.rows or self.released_rows or self.swaps_out)
 
     def build(self, step_id: int, epoch: int) -> tuple[StepPlan, PlanRecord]:
         plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
             released_rows=_int32(self.released_rows),
+            swaps_out=_int32(self.swaps_out, 2),
+            swaps_in=_int32(self.swaps_in, 2),
             new_sequences=tuple(self.new_sequences),
             block_updates=_int32(self.block_updates, 3),
             forks=_int32(self.forks, 3),

@@ -41,6 +41,13 @@ class GrowthReserve:
         prompt_blocks = group.request.num_prompt_tokens // size
         need = kv.num_blocks_to_admit(group.live[0], hit)
         need += sum(blocks_for(len(seq.token_ids), size) - prompt_blocks for seq in group.live[1:])
+        return self.has_room(group, need, running, kv)
+
+    def has_room(
+        self, group: SequenceGroup, need: int, running: Iterable[SequenceGroup], kv: KVManager
+    ) -> bool:
+        """Whether `group`, which takes `need` blocks at once, fits beside those who run and their growth."""
+        size = self._block_size
         promised = growth = 0
         alone = True
         for other in running:

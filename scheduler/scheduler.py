@@ -34,8 +34,9 @@ from octavo.scheduler.events import (
     TokensOut,
 )
 from octavo.scheduler.kv_manager import KVManager, PrefixHit
+from octavo.scheduler.parking import Parking
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
-from octavo.scheduler.preemption import PROTECTED_STEPS, Loss, choose_victim
+from octavo.scheduler.preemption import PROTECTED_STEPS, choose_victim
 from octavo.scheduler.queue import GroupQueue
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
@@ -51,9 +52,11 @@ class Scheduler:
         self.step_time = step_time or StepTimeModel()
         self.kv = KVManager(config.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.stats = SchedulerStats()
+        self._parking = Parking(config, self.kv, self.step_time)
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = GroupQueue()
         self._running = GroupQueue()
+        self._swapped = GroupQueue()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_rows: list[int] = []
         self._to_publish: list[Sequence] = []
@@ -127,7 +130,7 @@ class Scheduler:
         plan = PlanBuilder(self._released_rows)
         self._publish(plan)
         decodes, prefills = self._runnable()
-        if self._make_room(decodes):
+        if self._make_room(decodes, plan):
             decodes, prefills = self._runnable()
         budget = step_budget(
             self.config.max_num_batched_tokens,
@@ -142,10 +145,12 @@ class Scheduler:
         # have been computed by an earlier plan.
         self._plan_returning(plan, budget)
         self._plan_prefills(prefills, plan, budget)
-        self._admit(plan, budget)
+        if self._return_swapped(plan, budget):
+            self._admit(plan, budget)
         if not plan.rows and not self._in_flight and self._running.head is not None:
             self._break_deadlock(plan, budget)
         self.kv.finish_plan(plan)
+        self._parking.finish_plan(plan)
         if plan.empty:
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
@@ -242,7 +247,7 @@ class Scheduler:
         """Prefill tokens that stand before a request arriving now."""
         return sum(
             seq.num_uncomputed_tokens
-            for queue in (self._running, self._waiting)
+            for queue in (self._running, self._swapped, self._waiting)
             for group in queue
             for seq in group.live
             if seq.num_uncomputed_tokens > 1
@@ -258,22 +263,30 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """Counts now and totals so far, by plain names (`Engine.stats`, `/metrics`)."""
-        return self.stats.snapshot(self.kv, num_running=len(self._running), num_waiting=len(self._waiting))
+        return self.stats.snapshot(
+            self.kv,
+            self._parking.host,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_swapped=len(self._swapped),
+        )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on any broken invariant (rule R2). Call it between steps, at any time."""
         live = [seq for group in self._groups.values() for seq in group.live]
         self.kv.check_integrity(live)
+        self._parking.check_integrity(live)
         rows = [seq.row for seq in live if seq.row is not None]
         if sorted(rows + self._free_rows) != list(range(self.config.max_num_seqs)):
             raise IntegrityError("a row is lost or used twice")
-        if len(self._waiting) + len(self._running) != len(self._groups):
+        if len(self._waiting) + len(self._running) + len(self._swapped) != len(self._groups):
             raise IntegrityError("a request is in no queue or in two")
-        for group in self._waiting:
-            if group.state is not GroupState.WAITING or any(
-                seq.block_table or seq.row is not None or seq.num_computed_tokens for seq in group.live
-            ):
-                raise IntegrityError(f"{group.request.request_id} waits but holds a block or a row")
+        for state, queue in ((GroupState.WAITING, self._waiting), (GroupState.SWAPPED, self._swapped)):
+            for group in queue:
+                if group.state is not state or any(
+                    seq.block_table or seq.row is not None or seq.num_computed_tokens for seq in group.live
+                ):
+                    raise IntegrityError(f"{group.request.request_id} is parked but holds a block or a row")
         for group in self._running:
             if group.state is not GroupState.RUNNING or not group.live:
                 raise IntegrityError(f"{group.request.request_id} runs in state {group.state}")
@@ -313,14 +326,12 @@ class Scheduler:
                     prefills.append(seq)
         return decodes, prefills
 
-    def _make_room(self, decodes: list[Sequence]) -> bool:
+    def _make_room(self, decodes: list[Sequence], plan: PlanBuilder) -> bool:
         """Park victims until every decode can get its block. True if any was parked."""
         parked = False
         while self.kv.num_new_blocks_for_decodes(decodes) > self.kv.num_free:
-            chosen = choose_victim(self._running, self.kv, self._next_step_id)
-            # One request alone always fits: admission saw to it, and the waiting hold nothing.
-            assert chosen is not None, "no victim, yet blocks are short"
-            self._preempt(*chosen)
+            # One request alone always fits: admission saw to it, and the parked hold nothing here.
+            self._preempt(plan)
             parked = True
             decodes = [seq for seq in decodes if seq.row is not None]
         return parked
@@ -459,42 +470,74 @@ class Scheduler:
     def _break_deadlock(self, plan: PlanBuilder, budget: TokenBudget) -> None:
         """Started prefills have taken all blocks and none can go on: the youngest give way to the first."""
         while not plan.rows:
-            chosen = choose_victim(self._running, self.kv, self._next_step_id)
-            assert chosen is not None, "nothing can run and nobody can give way"
-            self._preempt(*chosen)
+            self._preempt(plan)
             _, prefills = self._runnable()
             self._plan_returning(plan, budget)
             self._plan_prefills(prefills, plan, budget)
 
     # --- transitions out of running ------------------------------------------------------------------------
 
-    def _preempt(self, group: SequenceGroup, loss: Loss) -> None:
-        """running -> waiting: give up all blocks, keep every token, compute again later."""
-        seconds = self.step_time.prefill_seconds(
-            loss.lost_tokens, chunk_tokens=self.config.max_num_batched_tokens
-        )
+    def _preempt(self, plan: PlanBuilder) -> None:
+        """running -> swapped or waiting: a victim gives up its blocks and keeps every token."""
+        chosen = choose_victim(self._running, self._parking.price, self.config.victims, self._next_step_id)
+        assert chosen is not None, "blocks are short and nobody can give way"
+        group, prices = chosen
+        kind = self._parking.choose(prices)
         for seq in group.live:
             if seq.row is not None:
                 self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
+        if kind is PreemptionKind.SWAP:
+            self._parking.move_out(group, plan)
+        for seq in group.live:
             seq.num_lost_tokens += seq.num_computed_tokens
             self._drop_blocks(seq)
             self._release_row(seq)
+        # The rows go with this plan, which has not been built yet.
         group.num_preemptions += 1
         self._running.remove(group)
-        group.move_to(GroupState.WAITING)
-        self._waiting.add(group)
+        group.move_to(GroupState.SWAPPED if kind is PreemptionKind.SWAP else GroupState.WAITING)
+        (self._swapped if kind is PreemptionKind.SWAP else self._waiting).add(group)
         self._reserve.on_preemption()
-        self.stats.on_preemption(PreemptionKind.RECOMPUTE)
+        self.stats.on_preemption(kind)
         self._events.append(
             Preempted(
                 group.request.request_id,
                 self._now,
-                PreemptionKind.RECOMPUTE,
-                freed_blocks=loss.freed_blocks,
-                lost_tokens=loss.lost_tokens,
-                recompute_seconds=seconds,
+                kind,
+                freed_blocks=prices.freed_blocks,
+                lost_tokens=prices.lost_tokens,
+                recompute_seconds=prices.recompute_seconds,
+                swap_seconds=prices.swap_seconds,
             )
         )
+
+    def _return_swapped(self, plan: PlanBuilder, budget: TokenBudget) -> bool:
+        """Bring swapped groups back, in order, while they fit. True if those that wait may be let in after them."""
+        branches = sum(group.num_branches for group in self._running)
+        while (group := self._swapped.head) is not None:
+            waiting = self._waiting.head
+            if waiting is not None and waiting.order < group.order:
+                return True
+            need = self._parking.num_blocks_to_return(group)
+            if (
+                budget.left < len(group.live)
+                or branches + group.num_branches
+                > min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+                or any(seq.num_pending for seq in group.live)
+                or not self._reserve.has_room(group, need, self._running, self.kv)
+            ):
+                return False
+            branches += group.num_branches
+            self._swapped.remove(group)
+            group.move_to(GroupState.RUNNING)
+            self._running.add(group)
+            tokens = self._parking.move_in(group, plan)
+            for seq in group.live:
+                self._start_sequence(seq, plan)
+                self._plan_chunk(seq, plan, budget)
+            group.protected_until_step = self._next_step_id + PROTECTED_STEPS
+            self._events.append(Resumed(group.request.request_id, self._now, tokens))
+        return True
 
     def _finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
         """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
@@ -505,11 +548,17 @@ class Scheduler:
             # The last token may never be computed: the worker masks what was planned beyond it.
             self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids) - 1))
         self._drop_blocks(seq)
+        self._parking.forget(seq)
         self._release_row(seq)
         group.live.remove(seq)
         done = not group.live
         if done:
-            (self._running if group.state is GroupState.RUNNING else self._waiting).remove(group)
+            queues = {
+                GroupState.RUNNING: self._running,
+                GroupState.WAITING: self._waiting,
+                GroupState.SWAPPED: self._swapped,
+            }
+            queues[group.state].remove(group)
             group.move_to(GroupState.FINISHED)
             del self._groups[group.request.request_id]
             self._reserve.on_finish()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from dataclasses import dataclass
 
 from octavo.protos.types import FinishReason, Request, RequestMetrics
 from octavo.scheduler.prefix_tree import RootKey
@@ -17,6 +18,8 @@ class GroupState(enum.Enum):
     WAITING = "waiting"
     """Holds no block and no row; new, or parked and to be recomputed."""
     RUNNING = "running"
+    SWAPPED = "swapped"
+    """Holds host blocks, no device block and no row."""
     FINISHED = "finished"
 
 
@@ -24,8 +27,21 @@ _TRANSITIONS = {
     (GroupState.WAITING, GroupState.RUNNING),
     (GroupState.RUNNING, GroupState.WAITING),
     (GroupState.RUNNING, GroupState.FINISHED),
+    (GroupState.RUNNING, GroupState.SWAPPED),
+    (GroupState.SWAPPED, GroupState.RUNNING),
+    (GroupState.SWAPPED, GroupState.FINISHED),
     (GroupState.WAITING, GroupState.FINISHED),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedBlocks:
+    """Where a swapped branch's KV is: the end of its table in host blocks, the beginning shared on the device."""
+
+    num_kept_blocks: int
+    """Leading blocks that others held too and that were not moved."""
+    host_blocks: list[int]
+    num_computed_tokens: int
 
 
 class Sequence:
@@ -42,6 +58,7 @@ class Sequence:
         "num_planned_outputs",
         "num_published_blocks",
         "num_total_tokens",
+        "parked",
         "row",
         "tail_shared",
         "token_ids",
@@ -67,6 +84,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_published_blocks = 0
         """Leading blocks that stand in the PrefixTree."""
+        self.parked: ParkedBlocks | None = None
         self.tail_shared = False
         """A branch point: look before writing into the last block."""
         self.finish_reason: FinishReason | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from octavo.protos.types import FinishReason, StepResult
+from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.events import PreemptionKind
 from octavo.scheduler.kv_manager import KVManager
 from octavo.scheduler.plan_builder import PlanRecord
@@ -52,18 +53,22 @@ class SchedulerStats:
     def on_finish(self, reason: FinishReason) -> None:
         self.finished[reason] += 1
 
-    def snapshot(self, kv: KVManager, *, num_running: int, num_waiting: int) -> dict[str, Any]:
+    def snapshot(
+        self, kv: KVManager, host: BlockPool, *, num_running: int, num_waiting: int, num_swapped: int
+    ) -> dict[str, Any]:
         cached = kv.num_cached_free
         peak_slots = self.peak_blocks * kv.block_size
         return {
             "steps": self.steps,
             "running": num_running,
             "waiting": num_waiting,
-            "swapped": 0,
+            "swapped": num_swapped,
             "blocks_total": kv.pool.num_blocks,
             "blocks_used": kv.pool.num_used,
             "blocks_cached": cached,
             "blocks_free": kv.pool.num_free - cached,
+            "host_blocks_total": host.num_blocks,
+            "host_blocks_used": host.num_used,
             "block_size": kv.block_size,
             "scheduled_tokens": self.scheduled_tokens,
             "sampled_tokens": self.sampled_tokens,

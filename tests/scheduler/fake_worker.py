@@ -51,6 +51,7 @@ class FakeWorker:
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.slots = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.host = np.full((4096, block_size), EMPTY, np.int64)
         self.rows: dict[int, Row] = {}
         self.last_step = 0
 
@@ -63,6 +64,9 @@ class FakeWorker:
         assert plan.num_scheduled_tokens <= self.budget
         for row in plan.released_rows.tolist():
             del self.rows[row]
+        assert not set(plan.swaps_out[:, 1].tolist()) & set(plan.swaps_in[:, 0].tolist())
+        self.host[plan.swaps_out[:, 1]] = self.slots[plan.swaps_out[:, 0]]
+        self.slots[plan.swaps_in[:, 1]] = self.host[plan.swaps_in[:, 0]]
         for new in plan.new_sequences:
             assert new.row not in self.rows
             assert 0 <= new.row < self.max_num_seqs

@@ -34,6 +34,11 @@ def simulate(seed: int) -> Harness:
         depth=rng.choice([1, 2, 2, 3]),
         prefix_cache=rng.random() < 0.7,
         itl_target=rng.choice([None, None, 0.02]),
+        num_host_blocks=(host_blocks := rng.choice([0, 5, 200])),
+        kv_bytes_per_block=1000,
+        host_link_bytes_per_second=rng.choice([0.0, 1e4, 1e6]),
+        preemption=rng.choice(["auto", "recompute", *(["swap"] * bool(host_blocks))]),
+        victims=rng.choice(["least_lost", "youngest"]),
     )
     if rng.random() < 0.5:
         # Admission without foresight: blocks run out all the time.
