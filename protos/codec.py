@@ -223,6 +223,8 @@ def encode_plan(plan: StepPlan) -> worker_pb2.StepPlan:
         step_id=plan.step_id,
         epoch=plan.epoch,
         released_rows=encode_ints(plan.released_rows),
+        swaps_out=encode_ints(plan.swaps_out),
+        swaps_in=encode_ints(plan.swaps_in),
         new_sequences=map(_encode_new_sequence, plan.new_sequences),
         block_updates=encode_ints(plan.block_updates),
         forks=encode_ints(plan.forks),
@@ -253,6 +255,8 @@ def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
         step_id=message.step_id,
         epoch=message.epoch,
         released_rows=decode_ints("released_rows", message.released_rows),
+        swaps_out=decode_ints("swaps_out", message.swaps_out, columns=2),
+        swaps_in=decode_ints("swaps_in", message.swaps_in, columns=2),
         new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
         block_updates=decode_ints("block_updates", message.block_updates, columns=3),
         forks=decode_ints("forks", message.forks, columns=3),
@@ -432,6 +436,7 @@ def encode_worker_info(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         kv_bytes_per_block=info.kv_bytes_per_block,
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         decode_step_seconds=info.decode_step_seconds,
+        host_link_bytes_per_second=info.host_link_bytes_per_second,
     )
 
 
@@ -450,4 +455,5 @@ def decode_worker_info(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         kv_bytes_per_block=message.kv_bytes_per_block,
         prefill_tokens_per_second=message.prefill_tokens_per_second,
         decode_step_seconds=message.decode_step_seconds,
+        host_link_bytes_per_second=message.host_link_bytes_per_second,
     )

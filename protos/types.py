@@ -356,7 +356,7 @@ class StepResult:
     step_seconds: float = 0.0
     """Wall time of the step on the worker."""
     parts_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where it went: "prepare", "forward", "sample"."""
+    """Where it went: "prepare", "forward", "sample", and "swap" where the plan swaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +382,7 @@ class WorkerInfo:
     block_size: int
     num_blocks: int
     num_host_blocks: int
+    """Blocks of swap space in host memory."""
     max_num_seqs: int
     """Rows."""
     kv_bytes_per_block: int
@@ -390,6 +391,8 @@ class WorkerInfo:
     """From the calibration at start; 0: not measured."""
     decode_step_seconds: float = 0.0
     """One row, short context; 0: not measured."""
+    host_link_bytes_per_second: float = 0.0
+    """Between device and host pool, from copies both ways at start: bytes moved by seconds. 0: no host blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

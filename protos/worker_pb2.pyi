@@ -58,7 +58,7 @@ class Heartbeat(_message.Message):
     def __init__(self, finished_step_id: _Optional[int] = ..., running_step_id: _Optional[int] = ..., running_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "dtype", "block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "kv_bytes_per_block", "prefill_tokens_per_second", "decode_step_seconds")
+    __slots__ = ("worker_id", "model", "device", "dtype", "block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "kv_bytes_per_block", "prefill_tokens_per_second", "decode_step_seconds", "host_link_bytes_per_second")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class WorkerInfo(_message.Message):
     KV_BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_LINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: _common_pb2.ModelInfo
     device: str
@@ -81,7 +82,8 @@ class WorkerInfo(_message.Message):
     kv_bytes_per_block: int
     prefill_tokens_per_second: float
     decode_step_seconds: float
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_block: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_step_seconds: _Optional[float] = ...) -> None: ...
+    host_link_bytes_per_second: float
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_block: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_step_seconds: _Optional[float] = ..., host_link_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class NewSequence(_message.Message):
     __slots__ = ("row", "request", "branch", "max_tokens", "token_ids", "num_prompt_tokens", "num_computed_tokens")
@@ -102,10 +104,12 @@ class NewSequence(_message.Message):
     def __init__(self, row: _Optional[int] = ..., request: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., branch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "epoch", "released_rows", "new_sequences", "block_updates", "forks", "block_copies", "rows", "num_tokens", "start_positions", "sample_rows", "sample_indices", "samples_rows")
+    __slots__ = ("step_id", "epoch", "released_rows", "swaps_out", "swaps_in", "new_sequences", "block_updates", "forks", "block_copies", "rows", "num_tokens", "start_positions", "sample_rows", "sample_indices", "samples_rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_IN_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_UPDATES_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +123,8 @@ class StepPlan(_message.Message):
     step_id: int
     epoch: int
     released_rows: bytes
+    swaps_out: bytes
+    swaps_in: bytes
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
     block_updates: bytes
     forks: bytes
@@ -129,7 +135,7 @@ class StepPlan(_message.Message):
     sample_rows: bytes
     sample_indices: bytes
     samples_rows: bool
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., block_updates: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., start_positions: _Optional[bytes] = ..., sample_rows: _Optional[bytes] = ..., sample_indices: _Optional[bytes] = ..., samples_rows: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., swaps_out: _Optional[bytes] = ..., swaps_in: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., block_updates: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., start_positions: _Optional[bytes] = ..., sample_rows: _Optional[bytes] = ..., sample_indices: _Optional[bytes] = ..., samples_rows: _Optional[bool] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("step_id", "epoch", "token_ids", "logprobs", "row_errors", "step_seconds", "parts_seconds")

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from octavo.protos.types import WorkerInfo
+
 _SCALE = np.array([1.0, 1 / 512, 1 / 64, 1 / 65536])
 """Features near 1, so that one forgetting factor and one prior suit all of them."""
 _FORGET = 0.998
@@ -29,6 +31,14 @@ class StepTimeModel:
         self._weights = self._fit
         self._covariance = np.eye(4) * _PRIOR_VARIANCE
         self.num_observed = 0
+
+    @classmethod
+    def of_worker(cls, info: WorkerInfo) -> StepTimeModel:
+        """What a worker's own calibration tells, until its first steps tell more."""
+        return cls(
+            prefill_tokens_per_second=info.prefill_tokens_per_second,
+            decode_step_seconds=info.decode_step_seconds,
+        )
 
     def observe(self, *, num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> None:
         """Learn from one step that was measured."""

@@ -125,6 +125,8 @@ def plans(draw):
         step_id=draw(st.integers(1, 2**63)),
         epoch=draw(st.integers(1, 2**63)),
         released_rows=draw(ints()),
+        swaps_out=draw(ints(columns=2)),
+        swaps_in=draw(ints(columns=2)),
         new_sequences=tuple(draw(st.lists(new_sequences(), max_size=2))),
         block_updates=draw(ints(columns=3)),
         forks=draw(ints(columns=3)),
@@ -203,6 +205,7 @@ workers = st.builds(
     kv_bytes_per_block=st.integers(0, 2**62),
     prefill_tokens_per_second=SECONDS,
     decode_step_seconds=SECONDS,
+    host_link_bytes_per_second=SECONDS,
 )
 
 
@@ -265,6 +268,8 @@ class TestDamage:
             {"samples_rows": False, "sample_rows": bytes(4), "sample_indices": bytes(8)},
             {"block_updates": bytes(8)},
             {"block_copies": bytes(4)},
+            {"swaps_out": bytes(4)},
+            {"swaps_in": bytes(12)},
         ],
     )
     def test_columns_that_do_not_match(self, change):
@@ -366,6 +371,14 @@ class TestSizes:
 
     def test_a_steady_decode_costs_8_bytes_a_row(self):
         assert self.steady(100, rows=256) - self.steady(100, rows=128) <= 128 * 8 + 4
+
+    def test_a_swap_costs_8_bytes_a_block_and_a_plan_without_one_nothing(self):
+        def size(count):
+            pairs = np.full((count, 2), 7, np.int32)
+            return codec.encode_plan(StepPlan(step_id=1, epoch=1, swaps_out=pairs, swaps_in=pairs)).ByteSize()
+
+        assert size(0) == codec.encode_plan(StepPlan(step_id=1, epoch=1)).ByteSize()
+        assert size(15) - size(5) == 2 * 8 * 10
 
     def test_a_prompt_travels_once(self):
         def size(length):
