@@ -56,6 +56,13 @@ class PlanBuilder:
     def update_block(self, row: int, index: int, block: int) -> None:
         self.block_updates += (row, index, block)
 
+    def forget_row(self, row: int) -> None:
+        """The row is given up in this plan: what its table was told in it would reach nobody, or its next holder."""
+        flat = self.block_updates
+        self.block_updates = [
+            value for i in range(0, len(flat), 3) if flat[i] != row for value in flat[i : i + 3]
+        ]
+
     def copy_block(self, source: int, destination: int) -> None:
         self.block_copies += (source, destination)
 

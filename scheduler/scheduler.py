@@ -210,12 +210,14 @@ class Scheduler:
             ):
                 self._to_publish.append(seq)
         self.stats.on_commit(record, result)
-        if record.num_rows and result.step_seconds > 0:
+        # What blocks took to the host and back is priced by its own rate, and is no property of tokens.
+        compute_seconds = result.step_seconds - result.parts_seconds.get("swap", 0.0)
+        if record.num_rows and compute_seconds > 0:
             self.step_time.observe(
                 num_tokens=record.num_tokens,
                 num_rows=record.num_rows,
                 context_tokens=record.context_tokens,
-                seconds=result.step_seconds,
+                seconds=compute_seconds,
             )
         events, self._events = self._events, []
         return events
@@ -491,6 +493,8 @@ class Scheduler:
         for seq in group.live:
             seq.num_lost_tokens += seq.num_computed_tokens
             self._drop_blocks(seq)
+            if seq.row is not None:
+                plan.forget_row(seq.row)
             self._release_row(seq)
         # The rows go with this plan, which has not been built yet.
         group.num_preemptions += 1

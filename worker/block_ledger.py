@@ -44,17 +44,22 @@ class BlockLedger:
     Memory: 4 bytes a table entry; entries that no row ever reached take no pages.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_blocks_per_row: int, num_blocks: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_blocks_per_row: int, num_blocks: int, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.tables: Int32Array = np.zeros((max_num_seqs, max_blocks_per_row), np.int32)
         """[row, index]; what lies at and beyond `table_lens` means nothing."""
         self.table_lens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_holders: Int32Array = np.zeros(num_blocks, np.int32)
         """[block] how often it stands in the tables."""
+        self.host_written: BoolArray = np.zeros(num_host_blocks, np.bool_)
+        """[host block] whether anything was swapped into it."""
 
     def reset(self) -> None:
         self.table_lens[:] = 0
         self.num_holders[:] = 0
+        self.host_written[:] = False
 
     def check_updates(self, updates: Int32Array, in_use: BoolArray, emptied: BoolArray) -> Int32Array:
         """Raise `PlanRejectedError` unless `updates` replaces entries or grows tables without a gap.

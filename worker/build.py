@@ -1,4 +1,4 @@
-"""Puts a worker together: device, threads, model, KV pool, calibration.
+"""Puts a worker together: device, threads, model, KV pool, swap space, calibration.
 
 Owns the order of these and nothing that runs afterwards. Everything that can be wrong with configuration or model
 ends here, as a `StartupError`, before a port opens.
@@ -34,6 +34,7 @@ from octavo.worker.loader import LoadedModel, load_model, resolve_model
 from octavo.worker.model import ModelRunner
 from octavo.worker.plan_checks import BatchLimits
 from octavo.worker.sampler import Sampler
+from octavo.worker.swap import STAGING_BLOCKS, SwapSpace, choose_num_host_blocks
 from octavo.worker.warmup import (
     made_up_batch,
     measure_speed,
@@ -78,7 +79,15 @@ def build_executor(config: WorkerConfig) -> Executor:
         block_size=config.block_size,
     )
     num_blocks = _choose_num_blocks(config, limits, kv_shape, loaded)
+    num_host_blocks = choose_num_host_blocks(
+        config.num_host_blocks,
+        kv_shape,
+        num_device_blocks=num_blocks,
+        available_bytes=available_memory_bytes(),
+    )
+    limits = dataclasses.replace(limits, num_host_blocks=num_host_blocks)
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
+    swap_space = SwapSpace(kv_pool, num_blocks=num_host_blocks)
     runner = ModelRunner(loaded, kv_pool.kv)
     speed = measure_speed(
         runner,
@@ -94,24 +103,29 @@ def build_executor(config: WorkerConfig) -> Executor:
         dtype=dtype_name,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        num_host_blocks=0,
+        num_host_blocks=num_host_blocks,
         max_num_seqs=config.max_num_seqs,
         kv_bytes_per_block=kv_shape.bytes_per_block,
         prefill_tokens_per_second=speed.prefill_tokens_per_second,
         decode_step_seconds=speed.decode_step_seconds,
+        host_link_bytes_per_second=swap_space.measure_bandwidth(),
     )
     logger.info(
-        "worker %s: %s on %s in %s, %d blocks of %d tokens, %.0f prefill tokens/s, %.1f ms a decode step",
+        "worker %s: %s on %s in %s, %d blocks of %d tokens and %d on the host, %.0f prefill tokens/s, "
+        "%.1f ms a decode step, %.1f GB/s to the host and back",
         info.worker_id,
         model.name,
         info.device,
         info.dtype,
         num_blocks,
         config.block_size,
+        num_host_blocks,
         speed.prefill_tokens_per_second,
         speed.decode_step_seconds * 1e3,
+        info.host_link_bytes_per_second / 1e9,
     )
-    return Executor(runner, kv_pool, InputBatch(limits, num_blocks=num_blocks), Sampler(), info)
+    input_batch = InputBatch(limits, num_blocks=num_blocks)
+    return Executor(runner, kv_pool, swap_space, input_batch, Sampler(), info)
 
 
 def choose_device(device: str) -> torch.device:
@@ -171,6 +185,9 @@ def _choose_num_blocks(
             max_model_len=limits.max_model_len,
         )
     memory = _measure_cuda_memory(limits, kv_shape, loaded)
+    if config.num_host_blocks != 0:
+        staging = STAGING_BLOCKS * kv_shape.bytes_per_block
+        memory = dataclasses.replace(memory, reserve=memory.reserve + staging)
     if config.num_blocks is not None:
         check_cuda_fit(kv_shape, memory, num_blocks=config.num_blocks, param="num_blocks")
         return config.num_blocks

@@ -27,6 +27,9 @@ class WorkerConfig:
     block_size: int = 16
     num_blocks: int | None = None
     """None: from free memory."""
+    num_host_blocks: int | None = None
+    """Swap space in host memory. None: 10 % of available memory, but no more blocks than the device has; 0: none, and
+    requests that give way are computed again."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -57,6 +60,8 @@ class WorkerConfig:
         for name in ("num_blocks", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 self._check_count(name)
+        if self.num_host_blocks is not None:
+            self._check_count("num_host_blocks", at_least=0)
         self._check_utilization()
 
     def _check_device(self) -> None:
@@ -67,10 +72,10 @@ class WorkerConfig:
                 f"device must be one of {', '.join(DEVICES)} or cuda:N, got {self.device!r}", param="device"
             )
 
-    def _check_count(self, name: str) -> None:
+    def _check_count(self, name: str, *, at_least: int = 1) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
+            raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}", param=name)
 
     def _check_utilization(self) -> None:
         value, name = self.gpu_memory_utilization, "gpu_memory_utilization"

@@ -1,6 +1,7 @@
 """Carries out step plans, one after the other.
 
-Owns the order within a step: check and book the plan, copy blocks, forward, sample, book the samples. Decode
+Owns the order within a step: check and book the plan, swap out, swap in, copy blocks, forward, sample, book the
+samples. Decode
 inputs are the worker's own samples, so a plan may be sent while the one before it still runs; running plans in
 order is all that this takes. Who may send plans, and over what, is the servicer's concern.
 """
@@ -19,6 +20,7 @@ from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.input_batch import FlatInputs, InputBatch, PreparedStep
 from octavo.worker.kv_pool import KVPool
 from octavo.worker.sampler import Sampler, Samples
+from octavo.worker.swap import SwapSpace
 
 
 class Runner(Protocol):
@@ -33,11 +35,18 @@ class Executor:
     """One device. All calls come from one thread at a time."""
 
     def __init__(
-        self, runner: Runner, kv_pool: KVPool, input_batch: InputBatch, sampler: Sampler, info: WorkerInfo
+        self,
+        runner: Runner,
+        kv_pool: KVPool,
+        swap_space: SwapSpace,
+        input_batch: InputBatch,
+        sampler: Sampler,
+        info: WorkerInfo,
     ) -> None:
         self.info = info
         self._runner = runner
         self._kv_pool = kv_pool
+        self._swap_space = swap_space
         self._input_batch = input_batch
         self._sampler = sampler
         self._broken: str | None = None
@@ -72,15 +81,21 @@ class Executor:
         """Raise `IntegrityError` on a broken invariant of rows or blocks (rule R2)."""
         self._input_batch.check_integrity()
         self._kv_pool.check_integrity()
+        self._swap_space.check_integrity()
 
     def _run(self, plan: StepPlan, step: PreparedStep, started: float) -> StepResult:
         inputs = None if step.inputs is None else self._to_device(step.inputs)
         prepared = time.perf_counter()
+        self._swap_space.swap_out(plan.swaps_out)
+        self._swap_space.swap_in(plan.swaps_in)
+        swaps = len(plan.swaps_out) or len(plan.swaps_in)
+        swap_seconds = time.perf_counter() - prepared if swaps else 0.0
         self._kv_pool.copy_blocks(plan.block_copies)
         logits = None if inputs is None else self._runner.forward(inputs)
         if self._kv_pool.kv.is_cuda:
-            # Sampling would wait here anyhow; this way the seconds are booked where they were spent.
-            torch.cuda.synchronize(self._kv_pool.kv.device)
+            # Sampling would wait here anyhow; this way the seconds are booked where they were spent. For this stream
+            # alone: blocks that are still on their way to the host hold nothing up.
+            torch.cuda.current_stream(self._kv_pool.kv.device).synchronize()
         computed = time.perf_counter()
         samples = None
         if step.sampling is not None:
@@ -97,8 +112,9 @@ class Executor:
             step_seconds=ended - started,
             parts_seconds={
                 "prepare": prepared - started,
-                "forward": computed - prepared,
+                "forward": computed - prepared - swap_seconds,
                 "sample": ended - computed,
+                **({"swap": swap_seconds} if swaps else {}),
             },
         )
 

@@ -19,7 +19,15 @@ from octavo.protos.errors import IntegrityError, PlanRejectedError
 from octavo.protos.types import Int32Array, NewSequence, Request, StepPlan, finish_reason
 from octavo.worker.block_ledger import BlockLedger
 from octavo.worker.logit_rules import LogitEdits, LogitRules
-from octavo.worker.plan_checks import BatchLimits, Progress, TokenPlaces, check_blocks, check_rows
+from octavo.worker.plan_checks import (
+    BatchLimits,
+    Progress,
+    TokenPlaces,
+    check_arrivals,
+    check_blocks,
+    check_rows,
+    check_swaps,
+)
 from octavo.worker.random import seed_bits
 from octavo.worker.sampler import SamplingBatch
 
@@ -69,6 +77,7 @@ class InputBatch:
             max_num_seqs=rows,
             max_blocks_per_row=-(-limits.max_model_len // limits.block_size),
             num_blocks=num_blocks,
+            num_host_blocks=limits.num_host_blocks,
         )
         self.epoch = 0
         self.last_step_id = 0
@@ -112,11 +121,13 @@ class InputBatch:
             self.reset()
             self.epoch = plan.epoch
         after = check_rows(plan, self.progress, self.limits)
+        check_swaps(plan, self.ledger, self.limits.num_host_blocks)
         released = np.zeros_like(after.in_use)
         released[plan.released_rows] = True
         updates = self.ledger.check_updates(plan.block_updates, after.in_use, released)
         change = self.ledger.apply(plan.released_rows, updates)
         try:
+            check_arrivals(plan, self.ledger, change.taken)
             places = check_blocks(plan, after, self.ledger, self.limits.block_size)
         except PlanRejectedError:
             self.ledger.undo(change)
@@ -124,6 +135,7 @@ class InputBatch:
         # Nothing below can fail.
         self.last_step_id = plan.step_id
         self.progress = after
+        self.ledger.host_written[plan.swaps_out[:, 1]] = True
         for row in plan.released_rows.tolist():
             self._requests[row] = None
             self._rules.pop(row, None)

@@ -61,7 +61,7 @@ class KVPool:
             self.kv = torch.empty(sizes, dtype=shape.dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one too
             raise ConfigError(
-                f"num_blocks {num_blocks} need {_gib(self.size_bytes)} of KV cache on {device}, "
+                f"num_blocks {num_blocks} need {gib(self.size_bytes)} of KV cache on {device}, "
                 "which cannot be allocated",
                 param="num_blocks",
             ) from error
@@ -108,8 +108,8 @@ def cpu_num_blocks(shape: KVShape, *, available_bytes: int, max_num_seqs: int, m
     fitting = int(available_bytes * CPU_MEMORY_FRACTION) // shape.bytes_per_block
     if fitting < 1:
         raise ConfigError(
-            f"a KV block takes {_gib(shape.bytes_per_block)}; {CPU_MEMORY_FRACTION:.0%} of the "
-            f"{_gib(available_bytes)} of available memory hold none (num_blocks overrides this)",
+            f"a KV block takes {gib(shape.bytes_per_block)}; {CPU_MEMORY_FRACTION:.0%} of the "
+            f"{gib(available_bytes)} of available memory hold none (num_blocks overrides this)",
             param="num_blocks",
         )
     return min(useful, fitting)
@@ -138,8 +138,8 @@ def cuda_num_blocks(shape: KVShape, memory: DeviceMemory, *, gpu_memory_utilizat
     num_blocks = (share - memory.used_by_us - memory.reserve) // shape.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
-            f"gpu_memory_utilization {gpu_memory_utilization:g} of {_gib(memory.total)} is {_gib(share)}; weights "
-            f"take {_gib(memory.used_by_us)} and a step {_gib(memory.reserve)}, which leaves no KV block",
+            f"gpu_memory_utilization {gpu_memory_utilization:g} of {gib(memory.total)} is {gib(share)}; weights "
+            f"take {gib(memory.used_by_us)} and a step {gib(memory.reserve)}, which leaves no KV block",
             param="gpu_memory_utilization",
         )
     check_cuda_fit(shape, memory, num_blocks=num_blocks, param="gpu_memory_utilization")
@@ -151,8 +151,8 @@ def check_cuda_fit(shape: KVShape, memory: DeviceMemory, *, num_blocks: int, par
     needed = num_blocks * shape.bytes_per_block + memory.reserve
     if needed > memory.free:
         raise ConfigError(
-            f"{param} asks for {_gib(needed)} ({num_blocks} KV blocks and {_gib(memory.reserve)} for a step), but "
-            f"only {_gib(memory.free)} of {_gib(memory.total)} are free; other processes may hold the rest",
+            f"{param} asks for {gib(needed)} ({num_blocks} KV blocks and {gib(memory.reserve)} for a step), but "
+            f"only {gib(memory.free)} of {gib(memory.total)} are free; other processes may hold the rest",
             param=param,
         )
 
@@ -173,5 +173,6 @@ def available_memory_bytes() -> int:
     return available
 
 
-def _gib(size_bytes: int) -> str:
+def gib(size_bytes: int) -> str:
+    """For messages."""
     return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB / 100 else f"{size_bytes / 2**20:.2f} MiB"

@@ -27,6 +27,7 @@ class BatchLimits:
     max_num_batched_tokens: int
     vocab_size: int
     block_size: int
+    num_host_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,55 @@ def check_rows(plan: StepPlan, now: Progress, limits: BatchLimits) -> Progress:
     return after
 
 
+def check_swaps(plan: StepPlan, ledger: BlockLedger, num_host_blocks: int) -> None:
+    """Check what swaps can be checked for before the plan is booked: what they read, and what they write outside."""
+    if not (len(plan.swaps_out) or len(plan.swaps_in)):
+        return
+    for name, device_column in (("swaps_out", 0), ("swaps_in", 1)):
+        swaps = getattr(plan, name)
+        device, host = swaps[:, device_column], swaps[:, 1 - device_column]
+        if (bad := (device < 0) | (device >= ledger.num_blocks)).any():
+            raise PlanRejectedError(
+                f"{name} names block {first(device, bad)}; the pool has {ledger.num_blocks}"
+            )
+        if (bad := (host < 0) | (host >= num_host_blocks)).any():
+            raise PlanRejectedError(
+                f"{name} names host block {first(host, bad)}; there are {num_host_blocks}"
+            )
+        if has_duplicates(swaps[:, 1]):
+            raise PlanRejectedError(f"{name} writes a block twice: {swaps[:, 1].tolist()}")
+    sources, host_sources = plan.swaps_out[:, 0], plan.swaps_in[:, 0]
+    if (bad := ledger.num_holders[sources] == 0).any():
+        raise PlanRejectedError(f"swaps_out reads block {first(sources, bad)}, which stands in no table")
+    if (bad := np.isin(host_sources, plan.swaps_out[:, 1])).any():
+        raise PlanRejectedError(
+            f"host block {first(host_sources, bad)} is both read and written by swaps of one plan"
+        )
+    if (bad := ~ledger.host_written[host_sources]).any():
+        raise PlanRejectedError(
+            f"swaps_in reads host block {first(host_sources, bad)}, which nothing was swapped into"
+        )
+
+
+def check_arrivals(plan: StepPlan, ledger: BlockLedger, taken: Int32Array) -> None:
+    """Check where swaps arrive, against `ledger` with the plan's updates carried out; `taken` are their blocks.
+
+    Whoever holds such a block must have got it in this plan: KV that arrives must not land on KV that is there.
+    """
+    if not len(plan.swaps_in):
+        return
+    destinations = plan.swaps_in[:, 1]
+    holders = ledger.num_holders[destinations]
+    if (bad := holders == 0).any():
+        raise PlanRejectedError(f"swaps_in fills block {first(destinations, bad)}, which stands in no table")
+    if (bad := holders > np.bincount(taken, minlength=ledger.num_blocks)[destinations]).any():
+        raise PlanRejectedError(
+            f"swaps_in fills block {first(destinations, bad)}, which a row held before this plan"
+        )
+    if (bad := np.isin(destinations, plan.block_copies[:, 1])).any():
+        raise PlanRejectedError(f"both a swap and a copy fill block {first(destinations, bad)}")
+
+
 def check_blocks(plan: StepPlan, after: Progress, ledger: BlockLedger, block_size: int) -> TokenPlaces:
     """Check tables, copies and writes against `ledger`, which has carried out all but the forks."""
     for new in plan.new_sequences:
@@ -119,7 +169,13 @@ def check_blocks(plan: StepPlan, after: Progress, ledger: BlockLedger, block_siz
 
 
 def _check_shapes(plan: StepPlan) -> None:
-    for name, width in (("block_updates", 3), ("forks", 3), ("block_copies", 2)):
+    for name, width in (
+        ("swaps_out", 2),
+        ("swaps_in", 2),
+        ("block_updates", 3),
+        ("forks", 3),
+        ("block_copies", 2),
+    ):
         array = getattr(plan, name)
         if array.ndim != 2 or array.shape[1] != width:
             raise PlanRejectedError(f"{name} must be [*, {width}], got {list(array.shape)}")

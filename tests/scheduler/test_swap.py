@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.protos.errors import ConfigError
 from octavo.protos.types import FinishReason
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Preempted, PreemptionKind, Resumed
+from octavo.scheduler.plan_builder import PlanBuilder
 
 from .support import Harness, make_request
 
-SWAP = dict(num_host_blocks=200, kv_bytes_per_block=1000, host_link_bytes_per_second=1e6)
+SWAP = {"num_host_blocks": 200, "kv_bytes_per_block": 1000, "host_link_bytes_per_second": 1e6}
 
 
 def loaded(n=1, num_blocks=24, **config) -> Harness:
@@ -91,3 +94,22 @@ def test_config_of_swap():
         SchedulerConfig(num_blocks=8, preemption="swap")
     with pytest.raises(ConfigError, match="victims"):
         SchedulerConfig(num_blocks=8, victims="oldest")
+
+
+def test_a_row_given_up_in_a_plan_is_told_nothing_in_it():
+    """A duplicate block may give way in the very plan that then parks its holder."""
+    plan = PlanBuilder([])
+    for update in [(3, 0, 7), (1, 5, 3), (3, 1, 8), (1, 6, 4)]:
+        plan.update_block(*update)
+    plan.forget_row(3)
+    assert plan.build(1, 1)[0].block_updates.tolist() == [[1, 5, 3], [1, 6, 4]]
+
+
+def test_seconds_of_swaps_are_no_property_of_tokens():
+    h = Harness(num_blocks=8)
+    h.add(make_request("r", range(40), max_tokens=3))
+    h.plan()
+    result = h.worker.execute(h.pending.pop(0), seconds=5.0)
+    h.take(h.scheduler.commit(replace(result, parts_seconds={"swap": 4.9, "forward": 0.1}), 1.0))
+    learnt = h.scheduler.step_time.step_seconds(num_tokens=40, num_rows=1, context_tokens=40)
+    assert 0 < learnt <= 0.1 + 1e-9

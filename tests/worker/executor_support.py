@@ -28,6 +28,7 @@ from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import KVPool, KVShape
 from octavo.worker.plan_checks import BatchLimits
 from octavo.worker.sampler import Sampler
+from octavo.worker.swap import SwapSpace
 
 from .sampling_reference import draw, make_request
 
@@ -93,7 +94,12 @@ class FakeRunner:
 
 
 def make_executor(
-    *, num_blocks: int = 32, max_num_seqs: int = 8, max_model_len: int = 64, max_num_batched_tokens: int = 64
+    *,
+    num_blocks: int = 32,
+    num_host_blocks: int = 16,
+    max_num_seqs: int = 8,
+    max_model_len: int = 64,
+    max_num_batched_tokens: int = 64,
 ) -> tuple[Executor, FakeRunner]:
     shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype=torch.float32)
     pool = KVPool(shape, num_blocks=num_blocks, device=torch.device("cpu"))
@@ -104,7 +110,10 @@ def make_executor(
         max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=VOCAB,
         block_size=BLOCK,
+        num_host_blocks=num_host_blocks,
     )
+    swap_space = SwapSpace(pool, num_blocks=num_host_blocks)
+    swap_space.host.fill_(-9.0)
     info = WorkerInfo(
         worker_id="fake",
         model=ModelInfo(name="fake", vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=(EOS,)),
@@ -112,11 +121,12 @@ def make_executor(
         dtype="float32",
         block_size=BLOCK,
         num_blocks=num_blocks,
-        num_host_blocks=0,
+        num_host_blocks=num_host_blocks,
         max_num_seqs=max_num_seqs,
         kv_bytes_per_block=shape.bytes_per_block,
     )
-    return Executor(runner, pool, InputBatch(limits, num_blocks=num_blocks), Sampler(), info), runner
+    input_batch = InputBatch(limits, num_blocks=num_blocks)
+    return Executor(runner, pool, swap_space, input_batch, Sampler(), info), runner
 
 
 def request_of(prompt, *, seed: int = 0, eos: bool = False, **params) -> Request:
@@ -142,6 +152,8 @@ def make_plan(
     *,
     epoch: int = 1,
     released=(),
+    swaps_out=(),
+    swaps_in=(),
     new=(),
     updates=(),
     forks=(),
@@ -160,6 +172,8 @@ def make_plan(
         step_id=step_id,
         epoch=epoch,
         released_rows=ints(released),
+        swaps_out=ints(swaps_out, 2),
+        swaps_in=ints(swaps_in, 2),
         new_sequences=tuple(new),
         block_updates=ints(updates, 3),
         forks=ints(forks, 3),

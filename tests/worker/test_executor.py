@@ -305,13 +305,98 @@ def test_a_failed_forward_breaks_the_worker_for_good():
         steps(released=[0])
 
 
+def test_d01_return_after_swap_goes_on_where_it_was():
+    """Out, overwritten by others, and in elsewhere: nothing is computed twice and nothing is lost."""
+    executor, runner = make_executor()
+    steps = Steps(executor)
+    request = request_of(PROMPT, temperature=0.8, seed=9, presence_penalty=1.0, logit_bias={4: 2.0})
+    got = steps(new=[new(0, request)], updates=blocks(0, 0, [0, 1, 2, 3]), run=[(0, 0, 10)])
+    got += decode(steps, 0, 11, 3)
+    # Row and blocks go to another request in the very plan that parks the first.
+    other = request_of(PROMPT[::-1])
+    result = steps.run_plan(
+        steps.plan(
+            released=[0],
+            swaps_out=[(0, 9), (1, 3), (2, 4), (3, 0)],
+            new=[new(0, other)],
+            updates=blocks(0, 0, [3, 2, 1, 0]),
+            run=[(0, 0, 10)],
+        )
+    )
+    assert result.token_ids.tolist() == expected_tokens(other, 0, 30)[:1]
+    assert sum(result.parts_seconds.values()) == pytest.approx(result.step_seconds)
+    assert "swap" in result.parts_seconds
+    assert decode(steps, 0, 11, 3) == expected_tokens(other, 0, 30)[1:4]
+    # Back beside the other, and another one leaves in the same plan through the block that it frees.
+    back = steps(
+        released=[0],
+        swaps_out=[(3, 5), (2, 6), (1, 7), (0, 8)],
+        swaps_in=[(9, 20), (3, 2), (4, 31), (0, 7)],
+        new=[new(6, request, outputs=got, computed=13)],
+        updates=blocks(6, 0, [20, 2, 31, 7]),
+        run=[(6, 13, 1)],
+    )
+    assert len(runner.batch.input_ids) == 1
+    got += back
+    assert got == expected_tokens(request, 0, 30)[:5]
+    outputs = expected_tokens(other, 0, 30)
+    assert (
+        steps(
+            swaps_in=[(5, 0), (6, 1), (7, 3), (8, 4)],
+            new=[new(1, other, outputs=outputs[:4], computed=13)],
+            updates=blocks(1, 0, [0, 1, 3, 4]),
+            run=[(1, 13, 1)],
+        )
+        == outputs[4:5]
+    )
+
+
+def test_d09_branches_return_sharing_what_they_shared():
+    """One host block a shared block; the shared last one is copied in the plan that brings it back."""
+    executor, _ = make_executor()
+    steps = Steps(executor)
+    request = request_of(PROMPT, n=2, temperature=0.9, seed=1)
+    first = steps(
+        new=[new(0, request)],
+        updates=blocks(0, 0, [0, 1, 2]),
+        forks=[(0, 1, 1)],
+        run=[(0, 0, 10)],
+        sample=[(0, 0), (1, 0)],
+    )
+    filler = request_of(PROMPT[::-1])
+    steps(
+        released=[0, 1],
+        swaps_out=[(0, 0), (1, 1), (2, 2)],
+        new=[new(5, filler)],
+        updates=blocks(5, 0, [2, 1, 0]),
+        run=[(5, 0, 10)],
+    )
+    second = steps(
+        swaps_in=[(0, 10), (1, 11), (2, 12)],
+        new=[new(k, request, branch=k, outputs=[first[k]], computed=10) for k in range(2)],
+        updates=[*blocks(0, 0, [10, 11, 12]), *blocks(1, 0, [10, 11, 12]), (1, 2, 13)],
+        copies=[(12, 13)],
+        run=[(0, 10, 1), (1, 10, 1)],
+    )
+    assert [list(pair) for pair in zip(first, second, strict=True)] == [
+        expected_tokens(request, branch, 30)[:2] for branch in range(2)
+    ]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data())
-def test_d01_scheduler_and_executor_together_under_pressure(data):
+@given(data=st.data())
+def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
     """The real planner, two plans ahead, in a pool too small: every branch gets the tokens of its solo run."""
     num_blocks = data.draw(st.integers(9, 20), label="num_blocks")
     budget = data.draw(st.sampled_from([6, 16, 64]), label="budget")
-    executor, _ = make_executor(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=budget)
+    num_host_blocks = data.draw(st.sampled_from([1, 6, 40]), label="num_host_blocks")
+    executor, _ = make_executor(
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=budget,
+    )
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -321,6 +406,12 @@ def test_d01_scheduler_and_executor_together_under_pressure(data):
             max_model_len=64,
             pipeline_depth=data.draw(st.sampled_from([1, 2]), label="depth"),
             prefix_cache=data.draw(st.booleans(), label="prefix_cache"),
+            preemption=preemption,
+            victims=data.draw(st.sampled_from(["least_lost", "youngest"]), label="victims"),
+            num_host_blocks=num_host_blocks,
+            kv_bytes_per_block=executor.info.kv_bytes_per_block,
+            # A step of the fake model takes about a millisecond: some prices come out either way.
+            host_link_bytes_per_second=data.draw(st.sampled_from([1e4, 1e5, 1e9]), label="bandwidth"),
         )
     )
     ids = st.integers(0, VOCAB - 1)
@@ -371,5 +462,7 @@ def test_d01_scheduler_and_executor_together_under_pressure(data):
         for name, request in requests.items()
         for branch in range(request.params.n)
     }
+    scheduler.check_integrity()
+    assert scheduler.snapshot()["host_blocks_used"] == 0
     assert executor.num_rows_in_use == 0
     assert not np.any(executor._input_batch.ledger.num_holders)

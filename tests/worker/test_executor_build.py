@@ -36,6 +36,7 @@ def keep_threads():
         ("dtype", ["fp32", "int8", None]),
         ("block_size", [0, -1, 1.5, True, None]),
         ("num_blocks", [0, -1, "9"]),
+        ("num_host_blocks", [-1, 1.0, "9", True]),
         ("max_num_seqs", [0, 2**40]),
         ("max_num_batched_tokens", [0, -5, None]),
         ("max_model_len", [0, -1]),
@@ -105,6 +106,7 @@ def test_a_whole_worker_around_a_tiny_model(tiny_model_dir, keep_threads):
         model=str(tiny_model_dir("llama")),
         device="cpu",
         num_blocks=12,
+        num_host_blocks=5,
         block_size=8,
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -115,11 +117,12 @@ def test_a_whole_worker_around_a_tiny_model(tiny_model_dir, keep_threads):
     info = executor.info
     assert torch.get_num_threads() == 1
     assert (info.worker_id, info.device, info.dtype) == ("w7", "cpu", "float32")
-    assert (info.block_size, info.num_blocks, info.num_host_blocks, info.max_num_seqs) == (8, 12, 0, 4)
+    assert (info.block_size, info.num_blocks, info.num_host_blocks, info.max_num_seqs) == (8, 12, 5, 4)
     assert info.kv_bytes_per_block == 3 * 2 * 2 * 8 * 16 * 4
     assert (info.model.vocab_size, info.model.max_model_len, info.model.eos_token_ids) == (128, 100, (2,))
     assert info.prefill_tokens_per_second > 0
     assert info.decode_step_seconds > 0
+    assert info.host_link_bytes_per_second > 0
     request = request_of(list(range(3, 20)), logprobs=2)
     plan = make_plan(1, new=[new(0, request)], updates=[(0, 0, 4), (0, 1, 0), (0, 2, 9)], run=[(0, 0, 17)])
     result = executor.execute(plan)

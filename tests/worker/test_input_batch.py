@@ -34,14 +34,18 @@ def snapshot(batch: InputBatch) -> list:
     progress = [getattr(batch.progress, field.name).tolist() for field in fields(batch.progress)]
     tables = [batch.ledger.table(row).tolist() for row in range(batch.limits.max_num_seqs)]
     tokens = [batch.tokens(row).tolist() for row in range(batch.limits.max_num_seqs)]
+    ledger = [batch.ledger.num_holders.tolist(), batch.ledger.host_written.tolist()]
     others = [batch.epoch, batch.last_step_id, list(batch._requests), sorted(batch._rules)]
     arrays = [v.tolist() for k, v in vars(batch).items() if isinstance(v, np.ndarray) and k != "_tokens"]
-    return copy.copy([progress, tables, tokens, batch.ledger.num_holders.tolist(), others, arrays])
+    return copy.copy([progress, tables, tokens, ledger, others, arrays])
 
 
 @pytest.fixture
 def steps():
-    """Row 0 decodes at 11 tokens, row 1 shares two blocks with it, row 2 is in mid-prefill, row 3 has ended."""
+    """Row 0 decodes at 11 tokens, row 1 shares two blocks with it, row 2 is in mid-prefill, row 3 has ended.
+
+    Host block 3 holds a copy of block 0.
+    """
     executor, _ = make_executor()
     steps = Steps(executor)
     steps(
@@ -50,6 +54,7 @@ def steps():
         run=[(0, 0, 10), (3, 0, 1)],
     )
     steps(
+        swaps_out=[(0, 3)],
         new=[
             new(1, request_of([*PROMPT[:8], 4], frequency_penalty=1.0), computed=8),
             new(2, request_of(PROMPT)),
@@ -181,6 +186,68 @@ WRONG = {
         "a copy into block 1, which stands in 2 tables",
     ),
     "copy into nobody's block": (lambda s: s.plan(copies=[(2, 30)]), "block 30, which stands in 0 tables"),
+    "swap out of no block": (
+        lambda s: s.plan(swaps_out=[(32, 0)]),
+        "swaps_out names block 32; the pool has 32",
+    ),
+    "swap out below range": (lambda s: s.plan(swaps_out=[(-1, 0)]), "swaps_out names block -1"),
+    "swap out to no host block": (
+        lambda s: s.plan(swaps_out=[(0, 16)]),
+        "swaps_out names host block 16; there are 16",
+    ),
+    "swap out below the host": (lambda s: s.plan(swaps_out=[(0, -1)]), "swaps_out names host block -1"),
+    "two swaps out to one": (
+        lambda s: s.plan(swaps_out=[(0, 1), (2, 1)]),
+        r"swaps_out writes a block twice: \[1, 1\]",
+    ),
+    "swap out of nobody's block": (
+        lambda s: s.plan(swaps_out=[(30, 1)]),
+        "swaps_out reads block 30, which stands in no table",
+    ),
+    "swap in from no host block": (
+        lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(16, 20)]),
+        "swaps_in names host block 16",
+    ),
+    "swap in below the host": (
+        lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(-1, 20)]),
+        "swaps_in names host block -1",
+    ),
+    "swap in to no block": (lambda s: s.plan(swaps_in=[(3, 32)]), "swaps_in names block 32"),
+    "swap in below range": (lambda s: s.plan(swaps_in=[(3, -1)]), "swaps_in names block -1"),
+    "two swaps in to one": (
+        lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(3, 20), (3, 20)]),
+        r"swaps_in writes a block twice: \[20, 20\]",
+    ),
+    "swap in from an empty host block": (
+        lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(4, 20)]),
+        "swaps_in reads host block 4, which nothing was swapped into",
+    ),
+    "host block read and written": (
+        lambda s: s.plan(swaps_out=[(2, 3)], updates=[(0, 3, 20)], swaps_in=[(3, 20)]),
+        "host block 3 is both read and written",
+    ),
+    "swap in to nobody's block": (
+        lambda s: s.plan(swaps_in=[(3, 20)]),
+        "swaps_in fills block 20, which stands in no table",
+    ),
+    "swap in to a released block": (
+        lambda s: s.plan(released=[2], swaps_in=[(3, 7)]),
+        "swaps_in fills block 7, which stands in no table",
+    ),
+    "swap in to a neighbour's block": (
+        lambda s: s.plan(swaps_in=[(3, 7)]),
+        "swaps_in fills block 7, which a row held before this plan",
+    ),
+    "swap in to a block that a neighbour shares": (
+        lambda s: s.plan(updates=[(0, 3, 8)], swaps_in=[(3, 8)]),
+        "swaps_in fills block 8, which a row held before this plan",
+    ),
+    "swap and copy into one block": (
+        lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(3, 20)], copies=[(1, 20)]),
+        "both a swap and a copy fill block 20",
+    ),
+    "flat swaps": (lambda s: with_arrays(s.plan(), swaps_out=[0, 3]), "swaps_out must be"),
+    "wide swaps": (lambda s: with_arrays(s.plan(), swaps_in=[[0, 3, 1]]), "swaps_in must be"),
     "row out of range": (lambda s: s.plan(run=[(8, 0, 1)]), "rows names row 8"),
     "row twice": (lambda s: s.plan(run=[(0, 10, 1), (0, 10, 1)]), "rows names a row twice"),
     "free row": (lambda s: s.plan(run=[(4, 0, 1)]), "rows names row 4, which is not in use"),
