@@ -20,7 +20,17 @@ COUNTERS = (
     "finished",
 )
 """Never fall, so a worker's stay in the sum after it is lost."""
-GAUGES = ("running", "waiting", "swapped", "blocks_total", "blocks_used", "blocks_cached", "blocks_free")
+GAUGES = (
+    "running",
+    "waiting",
+    "swapped",
+    "blocks_total",
+    "blocks_used",
+    "blocks_cached",
+    "blocks_free",
+    "host_blocks_total",
+    "host_blocks_used",
+)
 """Of the workers that serve now; they add up."""
 MAXIMA = ("block_size", "max_step_tokens", "peak_blocks", "peak_wasted_slots", "peak_waste")
 """Of the workers that serve now; the cluster's is the largest of theirs."""

@@ -29,6 +29,7 @@ from octavo.protos.errors import (
 from octavo.protos.types import ModelInfo, OutputDelta, Request, WorkerInfo
 from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,8 @@ class CoordinatorCore:
         slot = self._slots[info.worker_id]
         slot.ever_served = True
         slot.detail = ""
-        return Scheduler(scheduler_config(info, epoch, dict(self.config.scheduler_options)))
+        options = dict(self.config.scheduler_options)
+        return Scheduler(scheduler_config(info, epoch, options), StepTimeModel.of_worker(info))
 
     def _on_lost(self, link: WorkerLink, error: OctavoError) -> None:
         """What becomes of a lost worker's requests: they fail. Moving them to another worker begins here, with

@@ -25,7 +25,7 @@ from octavo.cluster.outputs import CompletionOutput, RequestOutput
 from octavo.cluster.progress import progress_bar
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos import errors
-from octavo.protos.errors import ConfigError, InvalidRequestError
+from octavo.protos.errors import InvalidRequestError
 from octavo.protos.types import (
     FinishReason,
     Int32Array,
@@ -67,8 +67,9 @@ class Engine:
     """One model on one device of this machine.
 
     Arguments beyond `model` (None: the default model; a folder; a hub id; a .gguf file) are those of
-    `WorkerConfig` and `SchedulerConfig` and mean the same. Raises `ConfigError` for a wrong option and
-    `ModelLoadError` for a wrong checkpoint. Calls may come from several threads; their requests share batches.
+    `WorkerConfig` and `SchedulerConfig` and mean the same; `host_blocks` is their `num_host_blocks`, the swap space.
+    Raises `ConfigError` for a wrong option and `ModelLoadError` for a wrong checkpoint. Calls may come from several
+    threads; their requests share batches.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         preemption: str = "auto",
+        victims: str = "least_lost",
         prefix_cache: bool = True,
         itl_target: float | None = None,
         seed: int = 0,
@@ -93,11 +95,6 @@ class Engine:
         from octavo.worker.config import WorkerConfig
         from octavo.worker.loader import resolve_model
 
-        if host_blocks:
-            raise ConfigError(
-                f"host_blocks must be 0 or left out, got {host_blocks}: this version parks by recompute only",
-                param="host_blocks",
-            )
         self._seed = seed
         self._count = itertools.count()
         source = resolve_model(model)
@@ -110,6 +107,7 @@ class Engine:
                 quantization=quantization,
                 block_size=block_size,
                 num_blocks=num_blocks,
+                num_host_blocks=host_blocks,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
@@ -120,22 +118,20 @@ class Engine:
         self.tokenizer = Tokenizer(source.tokenizer_dir)
         self._scheduler_config = SchedulerConfig(
             num_blocks=self.info.num_blocks,
+            num_host_blocks=self.info.num_host_blocks,
+            kv_bytes_per_block=self.info.kv_bytes_per_block,
+            host_link_bytes_per_second=self.info.host_link_bytes_per_second,
             block_size=self.info.block_size,
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.model.max_model_len,
             pipeline_depth=1,
             preemption=preemption,
+            victims=victims,
             prefix_cache=prefix_cache,
             itl_target=itl_target,
         )
-        scheduler = Scheduler(
-            self._scheduler_config,
-            StepTimeModel(
-                prefill_tokens_per_second=self.info.prefill_tokens_per_second,
-                decode_step_seconds=self.info.decode_step_seconds,
-            ),
-        )
+        scheduler = Scheduler(self._scheduler_config, StepTimeModel.of_worker(self.info))
         self.loop = EngineLoop(scheduler, executor)
 
     # --- generation ----------------------------------------------------------------------------------------

@@ -37,11 +37,14 @@ class ServiceConfig:
     api_keys: tuple[str, ...] = ()
     block_size: int = 16
     num_blocks: int | None = None
+    host_blocks: int | None = None
+    """Swap space of each worker in host memory; None: from free memory, 0: none."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.90
     preemption: str = "auto"
+    victims: str = "least_lost"
     prefix_cache: bool = True
     itl_target: float | None = None
     seed: int = 0
@@ -59,7 +62,11 @@ class ServiceConfig:
             raise ConfigError(f"host must be an address, got {self.host!r}", param="host")
         # The parts check their own options; a wrong one should not wait for a cluster to be noticed.
         self.worker_configs(cores=1, device="cpu" if self.device == "auto" else self.device)
-        SchedulerConfig(num_blocks=self.num_blocks or 1, **self.scheduler_options())
+        SchedulerConfig(
+            num_blocks=self.num_blocks or 1,
+            num_host_blocks=1 if self.host_blocks is None else self.host_blocks,
+            **self.scheduler_options(),
+        )
         self.http_config()
 
     def worker_configs(self, *, cores: int, device: str) -> list[WorkerConfig]:
@@ -73,6 +80,7 @@ class ServiceConfig:
                 quantization=self.quantization,
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
+                num_host_blocks=self.host_blocks,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
@@ -87,6 +95,7 @@ class ServiceConfig:
         return {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "preemption": self.preemption,
+            "victims": self.victims,
             "prefix_cache": self.prefix_cache,
             "itl_target": self.itl_target,
         }

@@ -40,6 +40,9 @@ def scheduler_config(info: WorkerInfo, epoch: int, options: dict[str, Any]) -> S
     """The limits of one worker's scheduler: what the worker found out, and what was configured."""
     return SchedulerConfig(
         num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        kv_bytes_per_block=info.kv_bytes_per_block,
+        host_link_bytes_per_second=info.host_link_bytes_per_second,
         block_size=info.block_size,
         max_num_seqs=info.max_num_seqs,
         max_model_len=info.model.max_model_len,

@@ -50,6 +50,19 @@ def serve(
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks a worker. Default: from free memory.")
     ] = None,
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of swap space a worker, in host memory. Default: from free memory; 0: none."
+        ),
+    ] = None,
+    preemption: Annotated[
+        str,
+        typer.Option(
+            help="How a request gives way when blocks run out: auto (the cheaper), swap or recompute."
+        ),
+    ] = "auto",
+    victims: Annotated[str, typer.Option(help="Who gives way: least_lost or youngest.")] = "least_lost",
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 256,
     max_model_len: Annotated[
@@ -80,6 +93,9 @@ def serve(
         api_keys=tuple(api_key or ()),
         block_size=block_size,
         num_blocks=num_blocks,
+        host_blocks=host_blocks,
+        preemption=preemption,
+        victims=victims,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

@@ -307,6 +307,9 @@ class TestConfig:
             ({"dtype": "int3"}, "dtype"),
             ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
             ({"preemption": "banana"}, "preemption"),
+            ({"preemption": "swap", "host_blocks": 0}, "preemption"),
+            ({"host_blocks": -1}, "num_host_blocks"),
+            ({"victims": "oldest"}, "victims"),
             ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
             ({"api_keys": ("",)}, "api_keys"),
             ({"served_model_name": ""}, "served_model_names"),
@@ -316,6 +319,13 @@ class TestConfig:
         with pytest.raises(ConfigError) as error:
             ServiceConfig(**options)
         assert error.value.param == param
+
+    def test_swap_is_passed_to_both_sides(self):
+        config = ServiceConfig(preemption="swap", victims="youngest", host_blocks=7)
+        assert config.worker_configs(cores=1, device="cpu")[0].num_host_blocks == 7
+        assert config.scheduler_options()["preemption"] == "swap"
+        assert config.scheduler_options()["victims"] == "youngest"
+        assert ServiceConfig(preemption="swap").host_blocks is None
 
     def test_cores_are_shared_evenly(self):
         configs = ServiceConfig(num_workers=3).worker_configs(cores=8, device="cpu")

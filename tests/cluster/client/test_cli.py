@@ -130,6 +130,7 @@ def test_serve_hands_every_option_over(octavo, fake_service):
             "--max-num-seqs",
             "8",
         ),
+        *("--host-blocks", "40", "--preemption", "swap", "--victims", "youngest"),
         *("--max-model-len", "500", "--gpu-memory-utilization", "0.5"),
     )
     assert done.exit_code == 0, done.output
@@ -138,6 +139,7 @@ def test_serve_hands_every_option_over(octavo, fake_service):
     assert (config.host, config.port, config.ray_address) == ("0.0.0.0", 81, "auto")
     assert (config.served_model_name, config.api_keys) == ("m", ("k", "l"))
     assert (config.block_size, config.num_blocks, config.max_num_batched_tokens) == (32, 99, 64)
+    assert (config.host_blocks, config.preemption, config.victims) == (40, "swap", "youngest")
     assert (config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization) == (8, 500, 0.5)
 
 
