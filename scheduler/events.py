@@ -57,21 +57,22 @@ class Forked(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """running -> waiting again: its blocks went to others. `recompute_seconds` is what that will cost."""
+    """running -> swapped, or waiting again: its blocks went to others. Both prices, whichever was chosen."""
 
     kind: PreemptionKind
     freed_blocks: int
     lost_tokens: int
     recompute_seconds: float
     swap_seconds: float | None = None
-    """None where there is no host pool to swap to."""
+    """None where swapping was impossible: no host pool, no room in it, or a link of unknown bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """waiting again -> running."""
+    """swapped, or waiting again -> running."""
 
     cached_tokens: int
+    """Tokens whose KV need not be computed again: swapped in, or found in the prefix tree."""
 
 
 @dataclass(frozen=True, slots=True)

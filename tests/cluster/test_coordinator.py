@@ -141,6 +141,38 @@ def test_many_requests_of_two_ingresses_on_two_workers():
     run(test())
 
 
+def test_d01_swap_over_the_wire_is_invisible():
+    async def test():
+        info = {
+            "num_blocks": 24,
+            "num_host_blocks": 100,
+            "host_link_bytes_per_second": 1e6,
+            "prefill_tokens_per_second": 1000.0,
+        }
+        async with Cluster(info=info, scheduler_options={"preemption": "swap"}) as cluster:
+            scheduler = cluster.scheduler()
+            config = scheduler.config
+            assert (config.num_host_blocks, config.kv_bytes_per_block) == (100, 1024)
+            assert config.host_link_bytes_per_second == 1e6
+            # The worker's calibration prices a prefill before any step has run.
+            assert scheduler.step_time.prefill_seconds(500, chunk_tokens=512) == pytest.approx(0.5)
+            backend = await cluster.backend()
+            requests = [
+                make_request(f"r{number}", list(range(1 + 40 * number, 41 + 40 * number)), max_tokens=100)
+                for number in range(8)
+            ]
+            outputs = await asyncio.gather(*(collect(backend, request) for request in requests))
+            assert outputs == [{0: expected(request)} for request in requests]
+            snapshot = cluster.scheduler().snapshot()
+            assert snapshot["preemptions"]["swap"] > 0
+            assert snapshot["preemptions"]["recompute"] == 0
+            await cluster.idle()
+            stats = cluster.core.stats()
+            assert (stats["host_blocks_total"], stats["host_blocks_used"], stats["swapped"]) == (100, 0, 0)
+
+    run(test())
+
+
 def test_tokens_of_one_step_are_one_message_to_each_ingress(monkeypatch):
     """Counted: 16 streams that decode together cost one message a step, not sixteen."""
     messages = collections.Counter()

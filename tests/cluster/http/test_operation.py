@@ -87,10 +87,12 @@ def test_d29_metrics(api: Api, backend: ScriptedBackend) -> None:
         "steps": 12,
         "running": 1,
         "waiting": 9,
-        "swapped": 0,
+        "swapped": 2,
+        "host_blocks_total": 100,
+        "host_blocks_used": 7,
         "sampled_tokens": 40,
         "step_seconds": 0.5,
-        "preemptions": {"recompute": 3, "swap": 0},
+        "preemptions": {"recompute": 3, "swap": 5},
         "finished": {"stop": 2},
         "peak_waste": 0.03,
         "workers": [{"not": "a number"}],
@@ -101,6 +103,10 @@ def test_d29_metrics(api: Api, backend: ScriptedBackend) -> None:
     assert before["octavo_requests_waiting", ()] == 9
     assert before["octavo_generation_tokens_total", ()] == 40
     assert before["octavo_preemptions_total", (("kind", "recompute"),)] == 3
+    assert before["octavo_preemptions_total", (("kind", "swap"),)] == 5
+    assert before["octavo_requests_swapped", ()] == 2
+    assert before["octavo_host_kv_blocks", ()] == 100
+    assert before["octavo_host_kv_blocks_used", ()] == 7
     assert before["octavo_requests_finished_total", (("reason", "stop"),)] == 2
     assert before["octavo_kv_waste_ratio", ()] == 0.03
     tokens = 0
