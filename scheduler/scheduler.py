@@ -426,6 +426,9 @@ class Scheduler:
             group = self._waiting.head
             if group is None or branches + group.num_branches > max_branches:
                 return
+            if self._swapped.head is not None and self._swapped.head.order < group.order:
+                # Let in what was before the head of the swapped; what is behind it must not overtake.
+                return
             if any(seq.num_pending for seq in group.live):
                 # Parked while a sample was under way: its value is needed before it can be computed again.
                 return

@@ -9,7 +9,7 @@ import pytest
 from octavo.protos.errors import ConfigError
 from octavo.protos.types import FinishReason
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Preempted, PreemptionKind, Resumed
+from octavo.scheduler.events import Admitted, Preempted, PreemptionKind, Resumed
 from octavo.scheduler.plan_builder import PlanBuilder
 
 from .support import Harness, make_request
@@ -113,3 +113,31 @@ def test_seconds_of_swaps_are_no_property_of_tokens():
     h.take(h.scheduler.commit(replace(result, parts_seconds={"swap": 4.9, "forward": 0.1}), 1.0))
     learnt = h.scheduler.step_time.step_seconds(num_tokens=40, num_rows=1, context_tokens=40)
     assert 0 < learnt <= 0.1 + 1e-9
+
+
+@pytest.mark.parametrize("preemption", ["swap", "auto"])
+@pytest.mark.parametrize("num_host_blocks", [5, 200])
+def test_nobody_overtakes_the_parked(preemption, num_host_blocks):
+    """Some parked ones wait, others are swapped, new ones queue behind: whoever starts is the oldest of them."""
+    bandwidth = 1e6 if preemption == "swap" else 2e4
+    h = Harness(
+        num_blocks=24,
+        preemption=preemption,
+        **{**SWAP, "num_host_blocks": num_host_blocks, "host_link_bytes_per_second": bandwidth},
+    )
+    for i in range(16):
+        h.add(make_request(f"r{i:02}", range(40 * i, 40 * i + 40), max_tokens=100, seed=i))
+    while h.scheduler.has_work:
+        before = len(h.scheduler._events)
+        outside = [*h.scheduler._waiting, *h.scheduler._swapped]
+        if h.plan():
+            started = {
+                e.request_id for e in h.scheduler._events[before:] if isinstance(e, (Admitted, Resumed))
+            }
+            left = [g.order for g in outside if g.request.request_id not in started]
+            came = [g.order for g in outside if g.request.request_id in started]
+            assert not came or not left or max(came) < min(left)
+        else:
+            h.commit()
+    h.check_idle()
+    assert h.count(Preempted)
