@@ -108,20 +108,30 @@ class Parking:
             seq.parked = None
 
     def num_blocks_to_return(self, group: SequenceGroup) -> int:
-        """Free device blocks that `move_in` of all branches takes."""
+        """Free device blocks that `move_in` of all branches takes, and the next token of each after it.
+
+        Exact: with one block less a returned branch could not run, with one more asked for a request that fills
+        the pool would never return.
+        """
+        size = self._kv.block_size
         need: set[tuple[str, int]] = set()
+        next_tokens = 0
+        last_blocks: Counter[int] = Counter()
         for seq in group.live:
-            found = self._found(seq)
+            found, parked = self._found(seq), seq.parked
             need |= {("revived", block) for block in found if self._kv.pool.ref_count(block) == 0}
-            if seq.parked is not None and len(found) >= seq.parked.num_kept_blocks:
-                need |= {
-                    ("host", block)
-                    for block in seq.parked.host_blocks[len(found) - seq.parked.num_kept_blocks :]
-                }
-            else:
-                missing = blocks_for(len(seq.token_ids), self._kv.block_size) - len(found)
+            if parked is None or len(found) < parked.num_kept_blocks:
+                missing = blocks_for(len(seq.token_ids), size) - len(found)
                 need |= {(f"computed {seq.branch}", index) for index in range(missing)}
-        return len(need)
+                continue
+            need |= {("host", block) for block in parked.host_blocks[len(found) - parked.num_kept_blocks :]}
+            if parked.num_computed_tokens % size == 0:
+                next_tokens += 1
+            elif parked.host_blocks:
+                last_blocks[parked.host_blocks[-1]] += 1
+        # A last block that branches share is copied by all of them but one.
+        next_tokens += sum(count - 1 for count in last_blocks.values())
+        return len(need) + next_tokens
 
     def move_in(self, group: SequenceGroup, plan: PlanBuilder) -> int:
         """Rebuild the tables of all branches; returns the tokens whose KV is there again.

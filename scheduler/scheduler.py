@@ -1,9 +1,11 @@
 """The scheduler of one worker: a sans-I/O state machine, turned by `plan` and `commit`.
 
-Owns the queues, the sequences and, through KVManager, every block table. Must not know how a plan reaches a
-worker or what time it is. Iteration-level scheduling as in Orca (OSDI'22, section 3), paging as in
-PagedAttention (arXiv:2309.06180, section 4), chunked prefill under one token budget with decodes first as in
-Sarathi-Serve (arXiv:2403.02310, section 4).
+Owns what goes into a step, and in which order. Where a request stands, and what a change of its state does, is
+`lifecycle.py`; block tables are KVManager's. Must not know how a plan reaches a worker or what time it is.
+
+Iteration-level scheduling as in Orca (OSDI'22, section 3), paging as in PagedAttention (arXiv:2309.06180,
+section 4), chunked prefill under one token budget with decodes first as in Sarathi-Serve (arXiv:2403.02310,
+section 4).
 
 `plan` may be called up to `pipeline_depth` times ahead of `commit`: it counts samples that are under way and
 never needs their values. What ends by length is known when planned; what ends by a stop token was planned once
@@ -16,29 +18,21 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
+from octavo.protos.errors import IntegrityError
 from octavo.protos.types import MASKED_TOKEN, FinishReason, Request, StepPlan, StepResult, finish_reason
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.budget import TokenBudget, step_budget
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import (
-    Admitted,
     ChunkPlanned,
     Event,
-    Finished,
-    Forked,
-    Preempted,
-    PreemptionKind,
-    Queued,
-    Resumed,
     TokensOut,
 )
-from octavo.scheduler.kv_manager import KVManager, PrefixHit
+from octavo.scheduler.kv_manager import KVManager
+from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.parking import Parking
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
-from octavo.scheduler.preemption import PROTECTED_STEPS, choose_victim
-from octavo.scheduler.queue import GroupQueue
-from octavo.scheduler.reserve import GrowthReserve
+from octavo.scheduler.preemption import choose_victim
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step_time import StepTimeModel
@@ -53,21 +47,9 @@ class Scheduler:
         self.kv = KVManager(config.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.stats = SchedulerStats()
         self._parking = Parking(config, self.kv, self.step_time)
-        self._groups: dict[str, SequenceGroup] = {}
-        self._waiting = GroupQueue()
-        self._running = GroupQueue()
-        self._swapped = GroupQueue()
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._released_rows: list[int] = []
-        self._to_publish: list[Sequence] = []
-        """Running sequences that have filled a block since the last plan."""
-        self._returning: list[SequenceGroup] = []
-        """Running groups of which some branches have not come back yet."""
-        self._reserve = GrowthReserve(config.block_size, config.max_model_len)
+        self._life = Lifecycle(config, self.kv, self._parking, self.stats)
         self._in_flight: deque[PlanRecord] = deque()
-        self._events: list[Event] = []
         self._next_step_id = 1
-        self._next_arrival = 0
         self._now = 0.0
 
     # --- requests come and go ------------------------------------------------------------------------------
@@ -78,46 +60,31 @@ class Scheduler:
         Raises `RequestTooLargeError` when it could never fit, `OverloadedError` when the queue is full and
         `InvalidRequestError` for an id in use. Then nothing has changed.
         """
-        if request.request_id in self._groups:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        max_tokens = resolve_max_tokens(request, self.config)
-        if len(self._waiting) >= self.config.max_waiting:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests wait; the limit is {self.config.max_waiting}"
-            )
-        group = SequenceGroup(
-            request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
-        )
-        self._next_arrival += 1
-        self._groups[request.request_id] = group
-        self._waiting.add(group)
-        return [Queued(request.request_id, now, len(self._waiting))]
+        return [self._life.enqueue(request, resolve_max_tokens(request, self.config), now)]
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request at whatever stage it is, at once. Unknown ids (ended already) are ignored.
 
         `reason` STOP is for a stop string found outside: the request then ended well.
         """
-        group = self._groups.get(request_id)
-        if group is None:
-            return []
-        self._events, kept = [], self._events
-        for seq in list(group.live):
-            self._finish(seq, reason, now)
-        self._events, events = kept, self._events
-        return events
+        group = self._life.groups.get(request_id)
+        return [] if group is None else self._end(list(group.live), reason, now)
 
     def abort_branch(self, request_id: str, branch: int, now: float) -> list[Event]:
         """End one branch with reason STOP (a stop string was found in its text); the others go on."""
-        group = self._groups.get(request_id)
-        found = [seq for seq in group.live if seq.branch == branch] if group else []
-        if group is None or not found:
+        group = self._life.groups.get(request_id)
+        if group is None:
             return []
-        if not group.forked:
-            return self.abort(request_id, now, FinishReason.STOP)
-        self._events, kept = [], self._events
-        self._finish(found[0], FinishReason.STOP, now)
-        self._events, events = kept, self._events
+        # Before the prompt has forked its first branch stands for all.
+        ended = [seq for seq in group.live if seq.branch == branch or not group.forked]
+        return self._end(ended, FinishReason.STOP, now)
+
+    def _end(self, sequences: list[Sequence], reason: FinishReason, now: float) -> list[Event]:
+        """End branches between two commits; what the plans have caused so far waits for the next commit."""
+        kept = self._life.take_events()
+        for seq in sequences:
+            self._life.finish(seq, reason, now)
+        events, self._life.events = self._life.take_events(), kept
         return events
 
     # --- one step ------------------------------------------------------------------------------------------
@@ -127,7 +94,7 @@ class Scheduler:
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
         self._now = now
-        plan = PlanBuilder(self._released_rows)
+        plan = PlanBuilder(self._life.released_rows)
         self._publish(plan)
         decodes, prefills = self._runnable()
         if self._make_room(decodes, plan):
@@ -147,7 +114,7 @@ class Scheduler:
         self._plan_prefills(prefills, plan, budget)
         if self._return_swapped(plan, budget):
             self._admit(plan, budget)
-        if not plan.rows and not self._in_flight and self._running.head is not None:
+        if not plan.rows and not self._in_flight and self._life.running.head is not None:
             self._break_deadlock(plan, budget)
         self.kv.finish_plan(plan)
         self._parking.finish_plan(plan)
@@ -155,9 +122,9 @@ class Scheduler:
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
         self._next_step_id += 1
-        self._released_rows = []
+        self._life.released_rows = []
         self._in_flight.append(record)
-        self.stats.on_plan(record, self.kv, self._running)
+        self.stats.on_plan(record, self.kv, self._life.running)
         return step
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
@@ -189,7 +156,7 @@ class Scheduler:
             if token == MASKED_TOKEN:
                 message = errors.get(index, "the worker had ended a branch that the scheduler had not")
                 for branch in list(group.live):
-                    self._finish(branch, FinishReason.ERROR, now, message)
+                    self._life.finish(branch, FinishReason.ERROR, now, message)
                 continue
             offset = seq.num_planned_outputs - seq.num_pending - 1
             seq.token_ids.append(token)
@@ -198,17 +165,17 @@ class Scheduler:
                 group.first_token_at = now
                 metrics = group.metrics(now)
             chosen = (logprobs[index],) if logprobs else ()
-            self._events.append(
+            self._life.events.append(
                 TokensOut(group.request.request_id, now, seq.branch, offset, (token,), chosen, metrics)
             )
             reason = finish_reason(group.request, offset + 1, token, group.max_tokens)
             if reason is not None:
-                self._finish(seq, reason, now)
+                self._life.finish(seq, reason, now)
             elif (
                 self.config.prefix_cache
                 and min(seq.num_computed_tokens, len(seq.token_ids)) // size > seq.num_published_blocks
             ):
-                self._to_publish.append(seq)
+                self._life.to_publish.append(seq)
         self.stats.on_commit(record, result)
         # What blocks took to the host and back is priced by its own rate, and is no property of tokens.
         compute_seconds = result.step_seconds - result.parts_seconds.get("swap", 0.0)
@@ -219,14 +186,13 @@ class Scheduler:
                 context_tokens=record.context_tokens,
                 seconds=compute_seconds,
             )
-        events, self._events = self._events, []
-        return events
+        return self._life.take_events()
 
     # --- what the drivers and the router may ask -----------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or self._in_flight or self._released_rows)
+        return bool(self._life.groups or self._in_flight or self._life.released_rows)
 
     @property
     def num_in_flight(self) -> int:
@@ -234,7 +200,7 @@ class Scheduler:
 
     def unfinished(self) -> list[str]:
         """Ids of all requests that have not ended, in order of arrival."""
-        return list(self._groups)
+        return list(self._life.groups)
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""
@@ -249,7 +215,7 @@ class Scheduler:
         """Prefill tokens that stand before a request arriving now."""
         return sum(
             seq.num_uncomputed_tokens
-            for queue in (self._running, self._swapped, self._waiting)
+            for queue in (self._life.running, self._life.swapped, self._life.waiting)
             for group in queue
             for seq in group.live
             if seq.num_uncomputed_tokens > 1
@@ -257,58 +223,37 @@ class Scheduler:
 
     @property
     def num_running_seqs(self) -> int:
-        return sum(len(group.live) for group in self._running)
+        return sum(len(group.live) for group in self._life.running)
 
     @property
     def num_waiting_seqs(self) -> int:
-        return sum(group.num_branches for group in self._waiting)
+        return sum(group.num_branches for group in self._life.waiting)
 
     def snapshot(self) -> dict[str, Any]:
         """Counts now and totals so far, by plain names (`Engine.stats`, `/metrics`)."""
         return self.stats.snapshot(
             self.kv,
             self._parking.host,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_swapped=len(self._swapped),
+            num_running=len(self._life.running),
+            num_waiting=len(self._life.waiting),
+            num_swapped=len(self._life.swapped),
         )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on any broken invariant (rule R2). Call it between steps, at any time."""
-        live = [seq for group in self._groups.values() for seq in group.live]
+        live = self._life.live()
         self.kv.check_integrity(live)
         self._parking.check_integrity(live)
-        rows = [seq.row for seq in live if seq.row is not None]
-        if sorted(rows + self._free_rows) != list(range(self.config.max_num_seqs)):
-            raise IntegrityError("a row is lost or used twice")
-        if len(self._waiting) + len(self._running) + len(self._swapped) != len(self._groups):
-            raise IntegrityError("a request is in no queue or in two")
-        for state, queue in ((GroupState.WAITING, self._waiting), (GroupState.SWAPPED, self._swapped)):
-            for group in queue:
-                if group.state is not state or any(
-                    seq.block_table or seq.row is not None or seq.num_computed_tokens for seq in group.live
-                ):
-                    raise IntegrityError(f"{group.request.request_id} is parked but holds a block or a row")
-        for group in self._running:
-            if group.state is not GroupState.RUNNING or not group.live:
-                raise IntegrityError(f"{group.request.request_id} runs in state {group.state}")
-        for seq in live:
-            if (
-                not 0 <= seq.num_pending <= self.config.pipeline_depth
-                or seq.num_planned_outputs > seq.group.max_tokens
-            ):
-                raise IntegrityError(f"{seq.group.request.request_id}: {seq.num_pending} samples under way")
-            if seq.num_total_tokens != len(seq.token_ids) + seq.num_pending:
-                raise IntegrityError(f"{seq.group.request.request_id}: token counts differ")
+        self._life.check_integrity()
 
     # --- inside a plan -------------------------------------------------------------------------------------
 
     def _publish(self, plan: PlanBuilder) -> None:
-        for seq in self._to_publish:
+        for seq in self._life.to_publish:
             if seq.row is not None:
                 for index, block in self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids))):
                     plan.update_block(seq.row, index, block)
-        self._to_publish = []
+        self._life.to_publish = []
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running branches that have one token to run (decodes), and those that have more (prefills).
@@ -317,7 +262,7 @@ class Scheduler:
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        for group in self._running:
+        for group in self._life.running:
             max_tokens = group.max_tokens
             for seq in group.live:
                 if seq.row is None or seq.num_planned_outputs >= max_tokens:
@@ -357,7 +302,7 @@ class Scheduler:
             return
         group = seq.group
         self.kv.grow(seq, num_tokens, plan)
-        self._events.append(
+        self._life.events.append(
             ChunkPlanned(
                 group.request.request_id,
                 self._now,
@@ -369,28 +314,14 @@ class Scheduler:
         )
         plan.schedule(seq, num_tokens)
         budget.take(num_tokens)
-        self._to_publish.append(seq)
+        self._life.to_publish.append(seq)
         if not group.forked and seq.num_pending:
-            self._fork(group, seq, plan)
-
-    def _fork(self, group: SequenceGroup, trunk: Sequence, plan: PlanBuilder) -> None:
-        """All branches of a group sample their first token from the prompt's last logits, in this step."""
-        index = len(plan.rows) - 1
-        for branch in range(1, group.request.params.n):
-            child = Sequence(group, branch)
-            child.row = self._free_rows.pop()
-            self.kv.share_prefix(trunk, child, trunk.num_computed_tokens)
-            group.live.append(child)
-            plan.fork(trunk, child)
-            plan.sample(child, index)
-            self._to_publish.append(child)
-        group.forked = True
-        self._events.append(Forked(group.request.request_id, self._now, group.request.params.n))
+            self._life.fork(seq, plan, self._now)
 
     def _plan_returning(self, plan: PlanBuilder, budget: TokenBudget) -> None:
         """Branches of a resumed group return behind its first one, sharing the prompt that it has computed."""
         still: list[SequenceGroup] = []
-        for group in self._returning:
+        for group in self._life.returning:
             if group.state is not GroupState.RUNNING:
                 continue
             prompt = group.request.num_prompt_tokens
@@ -408,69 +339,62 @@ class Scheduler:
                 else:
                     self.kv.attach_prefix(seq, hit, plan)
                 if self.kv.max_growth(seq, self.kv.num_free) <= 0:
-                    self._drop_blocks(seq)
+                    self._life.drop_blocks(seq)
                     break
-                self._start_sequence(seq, plan)
+                self._life.start_sequence(seq, plan)
                 self._plan_chunk(seq, plan, budget)
                 if source is None:
                     break
             if any(seq.row is None for seq in group.live):
                 still.append(group)
-        self._returning = still
+        self._life.returning = still
+
+    def _return_swapped(self, plan: PlanBuilder, budget: TokenBudget) -> bool:
+        """Bring swapped groups back, in order, while they fit. True if those that wait may be let in after them."""
+        branches = sum(group.num_branches for group in self._life.running)
+        while (group := self._life.swapped.head) is not None:
+            waiting = self._life.waiting.head
+            if waiting is not None and waiting.order < group.order:
+                return True
+            need = self._parking.num_blocks_to_return(group)
+            if (
+                budget.left < len(group.live)
+                or branches + group.num_branches
+                > min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+                or not self._may_return(group)
+                or not self._life.reserve.has_room(group, need, self._life.running, self.kv)
+            ):
+                return False
+            branches += group.num_branches
+            self._life.bring_back(group, plan, self._next_step_id, self._now)
+            for seq in group.live:
+                self._plan_chunk(seq, plan, budget)
+        return True
 
     def _admit(self, plan: PlanBuilder, budget: TokenBudget) -> None:
         """Let waiting groups in, in order, while rows, budget and blocks last. Nobody overtakes the head."""
-        branches = sum(group.num_branches for group in self._running)
+        branches = sum(group.num_branches for group in self._life.running)
         max_branches = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         while budget.left > 0:
-            group = self._waiting.head
+            group = self._life.waiting.head
             if group is None or branches + group.num_branches > max_branches:
                 return
-            if self._swapped.head is not None and self._swapped.head.order < group.order:
+            if self._life.swapped.head is not None and self._life.swapped.head.order < group.order:
                 # Let in what was before the head of the swapped; what is behind it must not overtake.
                 return
-            if any(seq.num_pending for seq in group.live):
-                # Parked while a sample was under way: its value is needed before it can be computed again.
+            if not self._may_return(group):
                 return
             hit = self.kv.find_prefix(group, group.live[0].token_ids.tobytes())
-            if not self._reserve.fits(group, hit, self._running, self.kv):
+            if not self._life.reserve.fits(group, hit, self._life.running, self.kv):
                 return
             branches += group.num_branches
-            self._start(group, hit, plan)
+            self._life.start(group, hit, plan, self._next_step_id, self._now)
             self._plan_chunk(group.live[0], plan, budget)
 
-    def _start(self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder) -> None:
-        """waiting -> running, for the first time or again."""
-        request_id, first = group.request.request_id, group.live[0]
-        self._waiting.remove(group)
-        group.move_to(GroupState.RUNNING)
-        self._running.add(group)
-        self.kv.attach_prefix(first, hit, plan)
-        cached_tokens = first.num_computed_tokens
-        self._start_sequence(first, plan)
-        if len(group.live) > 1:
-            self._returning.append(group)
-        if group.admitted_at is None:
-            group.admitted_at = self._now
-            group.cached_tokens = cached_tokens
-            self._events.append(
-                Admitted(request_id, self._now, group.request.num_prompt_tokens, cached_tokens)
-            )
-        else:
-            group.protected_until_step = self._next_step_id + PROTECTED_STEPS
-            self._events.append(Resumed(request_id, self._now, cached_tokens))
-
-    def _start_sequence(self, seq: Sequence, plan: PlanBuilder) -> None:
-        seq.row = self._free_rows.pop()
-        plan.add_sequence(seq)
-        recomputed = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
-        seq.num_lost_tokens = 0
-        seq.group.recomputed_tokens += recomputed
-        self.stats.on_start(
-            cached_tokens=seq.num_computed_tokens,
-            asked_tokens=len(seq.token_ids),
-            recomputed_tokens=recomputed,
-        )
+    def _may_return(self, group: SequenceGroup) -> bool:
+        """Not in the step in which it gave way, nor before samples that were under way then have come in: their
+        values are needed to go on."""
+        return group.parked_at_step < self._next_step_id and not any(seq.num_pending for seq in group.live)
 
     def _break_deadlock(self, plan: PlanBuilder, budget: TokenBudget) -> None:
         """Started prefills have taken all blocks and none can go on: the youngest give way to the first."""
@@ -480,115 +404,10 @@ class Scheduler:
             self._plan_returning(plan, budget)
             self._plan_prefills(prefills, plan, budget)
 
-    # --- transitions out of running ------------------------------------------------------------------------
-
     def _preempt(self, plan: PlanBuilder) -> None:
-        """running -> swapped or waiting: a victim gives up its blocks and keeps every token."""
-        chosen = choose_victim(self._running, self._parking.price, self.config.victims, self._next_step_id)
+        """Choose a victim, price both ways, and park it."""
+        chosen = choose_victim(
+            self._life.running, self._parking.price, self.config.victims, self._next_step_id
+        )
         assert chosen is not None, "blocks are short and nobody can give way"
-        group, prices = chosen
-        kind = self._parking.choose(prices)
-        for seq in group.live:
-            if seq.row is not None:
-                self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
-        if kind is PreemptionKind.SWAP:
-            self._parking.move_out(group, plan)
-        for seq in group.live:
-            seq.num_lost_tokens += seq.num_computed_tokens
-            self._drop_blocks(seq)
-            if seq.row is not None:
-                plan.forget_row(seq.row)
-            self._release_row(seq)
-        # The rows go with this plan, which has not been built yet.
-        group.num_preemptions += 1
-        self._running.remove(group)
-        group.move_to(GroupState.SWAPPED if kind is PreemptionKind.SWAP else GroupState.WAITING)
-        (self._swapped if kind is PreemptionKind.SWAP else self._waiting).add(group)
-        self._reserve.on_preemption()
-        self.stats.on_preemption(kind)
-        self._events.append(
-            Preempted(
-                group.request.request_id,
-                self._now,
-                kind,
-                freed_blocks=prices.freed_blocks,
-                lost_tokens=prices.lost_tokens,
-                recompute_seconds=prices.recompute_seconds,
-                swap_seconds=prices.swap_seconds,
-            )
-        )
-
-    def _return_swapped(self, plan: PlanBuilder, budget: TokenBudget) -> bool:
-        """Bring swapped groups back, in order, while they fit. True if those that wait may be let in after them."""
-        branches = sum(group.num_branches for group in self._running)
-        while (group := self._swapped.head) is not None:
-            waiting = self._waiting.head
-            if waiting is not None and waiting.order < group.order:
-                return True
-            need = self._parking.num_blocks_to_return(group)
-            if (
-                budget.left < len(group.live)
-                or branches + group.num_branches
-                > min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-                or any(seq.num_pending for seq in group.live)
-                or not self._reserve.has_room(group, need, self._running, self.kv)
-            ):
-                return False
-            branches += group.num_branches
-            self._swapped.remove(group)
-            group.move_to(GroupState.RUNNING)
-            self._running.add(group)
-            tokens = self._parking.move_in(group, plan)
-            for seq in group.live:
-                self._start_sequence(seq, plan)
-                self._plan_chunk(seq, plan, budget)
-            group.protected_until_step = self._next_step_id + PROTECTED_STEPS
-            self._events.append(Resumed(group.request.request_id, self._now, tokens))
-        return True
-
-    def _finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
-        group = seq.group
-        assert seq.finish_reason is None
-        seq.finish_reason = reason
-        if seq.row is not None and error is None:
-            # The last token may never be computed: the worker masks what was planned beyond it.
-            self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids) - 1))
-        self._drop_blocks(seq)
-        self._parking.forget(seq)
-        self._release_row(seq)
-        group.live.remove(seq)
-        done = not group.live
-        if done:
-            queues = {
-                GroupState.RUNNING: self._running,
-                GroupState.WAITING: self._waiting,
-                GroupState.SWAPPED: self._swapped,
-            }
-            queues[group.state].remove(group)
-            group.move_to(GroupState.FINISHED)
-            del self._groups[group.request.request_id]
-            self._reserve.on_finish()
-            self.stats.on_finish(reason)
-        self._events.append(
-            Finished(
-                group.request.request_id,
-                now,
-                seq.branch,
-                reason,
-                request_finished=done,
-                num_output_tokens=seq.num_output_tokens,
-                error=error,
-                metrics=group.metrics(now) if done else None,
-            )
-        )
-
-    def _drop_blocks(self, seq: Sequence) -> None:
-        self.kv.release(seq)
-        seq.num_computed_tokens = 0
-
-    def _release_row(self, seq: Sequence) -> None:
-        if seq.row is not None:
-            self._released_rows.append(seq.row)
-            self._free_rows.append(seq.row)
-            seq.row = None
+        self._life.park(*chosen, plan, self._next_step_id, self._now)

@@ -112,6 +112,7 @@ class SequenceGroup:
         "live",
         "max_tokens",
         "num_preemptions",
+        "parked_at_step",
         "protected_until_step",
         "recomputed_tokens",
         "request",
@@ -134,6 +135,8 @@ class SequenceGroup:
         self.first_token_at: float | None = None
         self.cached_tokens = 0
         self.num_preemptions = 0
+        self.parked_at_step = 0
+        """The step that it gave way in; it comes back in a later one."""
         self.recomputed_tokens = 0
         self.protected_until_step = 0
         """No victim before this step: a return has bought it."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.protos.types import FinishReason, Request, SamplingParams
+from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event, Finished, TokensOut
 from octavo.scheduler.scheduler import Scheduler
@@ -74,7 +75,7 @@ class Harness:
     def add(self, request: Request) -> None:
         events = self.scheduler.add(request, self.now)
         self.requests[request.request_id] = request
-        self.limits[request.request_id] = self.scheduler._groups[request.request_id].max_tokens
+        self.limits[request.request_id] = resolve_max_tokens(request, self.config)
         self.take(events)
 
     def take(self, events: list[Event]) -> None:

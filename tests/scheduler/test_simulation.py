@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo.protos.errors import RequestTooLargeError
-from octavo.scheduler.events import Forked, Preempted, Resumed
+from octavo.scheduler.events import Forked, Preempted, PreemptionKind, Resumed
 
 from .support import Harness, make_request
 
@@ -40,22 +40,30 @@ def simulate(seed: int) -> Harness:
         preemption=rng.choice(["auto", "recompute", *(["swap"] * bool(host_blocks))]),
         victims=rng.choice(["least_lost", "youngest"]),
     )
-    if rng.random() < 0.5:
+    heavy = rng.random() < 0.4
+    if heavy or rng.random() < 0.3:
         # Admission without foresight: blocks run out all the time.
-        h.scheduler._reserve._min = h.scheduler._reserve.horizon = 0
+        reserve = h.scheduler._life.reserve
+        reserve._min = reserve.horizon = 0
     branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
     # Lengths follow the pool, so that most lives run it full; aborts are rare enough in most for that.
     room = h.config.max_pool_tokens
     abort_rate, stop_rate = rng.choice([(0.0, 0.0), (0.003, 0.003), (0.05, 0.02)])
     arrival_rate = rng.choice([0.05, 0.3, 0.8])
-    stems = [[rng.randrange(1000) for _ in range(rng.randint(1, max(2, room // 5)))] for _ in range(3)]
+    if heavy:
+        # Short prompts that all start, long outputs that cannot all stay.
+        abort_rate, stop_rate, arrival_rate = 0.001, 0.001, 0.8
+    stems = [
+        [rng.randrange(1000) for _ in range(rng.randint(1, max(2, room // (16 if heavy else 5))))]
+        for _ in range(3)
+    ]
     left = rng.randint(2, 12)
     while left or h.scheduler.has_work:
         action = rng.random()
         if left and action < arrival_rate:
             left -= 1
             stem = rng.choice(stems)
-            tail = [rng.randrange(1000) for _ in range(rng.randint(0, room // 12))]
+            tail = [rng.randrange(1000) for _ in range(rng.randint(0, room // (30 if heavy else 12)))]
             prompt = stem[: rng.randint(1, len(stem))] + tail
             request = make_request(
                 f"r{left}",
@@ -63,8 +71,10 @@ def simulate(seed: int) -> Harness:
                 seed=rng.randrange(5),
                 priority=rng.choice([0, 0, 0, 1]),
                 n=rng.choice(branches),
-                max_tokens=rng.choice([1, 2, rng.randint(1, 40), rng.randint(1, max(1, room // 3)), None]),
-                eos=tuple(rng.sample(range(1000), 15)) if rng.random() < 0.5 else (),
+                max_tokens=rng.randint(max(1, room // 8), max(1, room // 3))
+                if heavy
+                else rng.choice([1, 2, rng.randint(1, 40), rng.randint(1, max(1, room // 3)), None]),
+                eos=tuple(rng.sample(range(1000), 15)) if not heavy and rng.random() < 0.5 else (),
                 salt=rng.choice(["", "", "x"]),
             )
             try:
@@ -88,9 +98,12 @@ def simulate(seed: int) -> Harness:
 
 def test_the_simulation_reaches_what_it_is_for():
     """Seeds that never fill the pool would prove nothing."""
-    lives = [simulate(seed) for seed in range(40)]
-    for kind in (Preempted, Resumed, Forked):
-        assert sum(h.count(kind) > 0 for h in lives) >= 10, kind
+    lives = [simulate(seed) for seed in range(100)]
+    parked = [{e.kind for e in h.events if isinstance(e, Preempted)} for h in lives]
+    for kind in PreemptionKind:
+        assert sum(kind in kinds for kinds in parked) >= 5, kind
+    assert sum(h.count(Resumed) > 0 for h in lives) >= 30
+    assert sum(h.count(Forked) > 0 for h in lives) >= 15
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))

@@ -139,7 +139,7 @@ def test_nobody_overtakes_the_parked(seed):
             h.add(request)
     while h.scheduler.has_work:
         before = len(h.scheduler._events)
-        outside = [*h.scheduler._waiting, *h.scheduler._swapped]
+        outside = [*h.scheduler._life.waiting, *h.scheduler._life.swapped]
         if h.plan():
             events = h.scheduler._events[before:]
             started = {e.request_id for e in events if isinstance(e, (Admitted, Resumed))}

@@ -1,0 +1,252 @@
+"""Requests by state, and every transition between states: one method, one event (DESIGN §4).
+
+Owns the queues, the rows and what a transition does to blocks. When a transition happens is decided by
+`scheduler.py`; this module must not know of budgets or of the order of a plan.
+
+    waiting -> running -> finished | aborted | failed;  running -> waiting or swapped -> running
+"""
+
+from __future__ import annotations
+
+from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
+from octavo.protos.types import FinishReason, Request
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.events import (
+    Admitted,
+    Event,
+    Finished,
+    Forked,
+    Preempted,
+    PreemptionKind,
+    Queued,
+    Resumed,
+)
+from octavo.scheduler.kv_manager import KVManager, PrefixHit
+from octavo.scheduler.parking import Parking, Prices
+from octavo.scheduler.plan_builder import PlanBuilder
+from octavo.scheduler.preemption import PROTECTED_STEPS
+from octavo.scheduler.queue import GroupQueue
+from octavo.scheduler.reserve import GrowthReserve
+from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
+from octavo.scheduler.stats import SchedulerStats
+
+
+class Lifecycle:
+    """All requests of one worker that have not ended. Events gather in `events` until somebody takes them."""
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVManager, parking: Parking, stats: SchedulerStats
+    ) -> None:
+        self.groups: dict[str, SequenceGroup] = {}
+        self.waiting = GroupQueue()
+        self.running = GroupQueue()
+        self.swapped = GroupQueue()
+        self.returning: list[SequenceGroup] = []
+        """Running groups of which some branches have not come back yet."""
+        self.to_publish: list[Sequence] = []
+        """Running sequences that have filled a block since the last plan."""
+        self.released_rows: list[int] = []
+        """To be told to the worker with the next plan."""
+        self.reserve = GrowthReserve(config.block_size, config.max_model_len)
+        self.events: list[Event] = []
+        self._config = config
+        self._kv = kv
+        self._parking = parking
+        self._stats = stats
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._next_arrival = 0
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    # --- into the queue, and out of it ----------------------------------------------------------------------
+
+    def enqueue(self, request: Request, max_tokens: int, now: float) -> Event:
+        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue."""
+        if request.request_id in self.groups:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if len(self.waiting) >= self._config.max_waiting:
+            raise OverloadedError(
+                f"{len(self.waiting)} requests wait; the limit is {self._config.max_waiting}"
+            )
+        group = SequenceGroup(
+            request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
+        )
+        self._next_arrival += 1
+        self.groups[request.request_id] = group
+        self.waiting.add(group)
+        return Queued(request.request_id, now, len(self.waiting))
+
+    def start(
+        self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
+    ) -> None:
+        """waiting -> running, for the first time or again."""
+        request_id, first = group.request.request_id, group.live[0]
+        self.waiting.remove(group)
+        group.move_to(GroupState.RUNNING)
+        self.running.add(group)
+        self._kv.attach_prefix(first, hit, plan)
+        cached_tokens = first.num_computed_tokens
+        self.start_sequence(first, plan)
+        if len(group.live) > 1:
+            self.returning.append(group)
+        if group.admitted_at is None:
+            group.admitted_at = now
+            group.cached_tokens = cached_tokens
+            self.events.append(Admitted(request_id, now, group.request.num_prompt_tokens, cached_tokens))
+        else:
+            group.protected_until_step = step_id + PROTECTED_STEPS
+            self.events.append(Resumed(request_id, now, cached_tokens))
+
+    def start_sequence(self, seq: Sequence, plan: PlanBuilder) -> None:
+        seq.row = self._free_rows.pop()
+        plan.add_sequence(seq)
+        recomputed = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
+        seq.num_lost_tokens = 0
+        seq.group.recomputed_tokens += recomputed
+        self._stats.on_start(
+            cached_tokens=seq.num_computed_tokens,
+            asked_tokens=len(seq.token_ids),
+            recomputed_tokens=recomputed,
+        )
+
+    def fork(self, trunk: Sequence, plan: PlanBuilder, now: float) -> None:
+        """All branches of a group sample their first token from the prompt's last logits, in this step."""
+        group, index = trunk.group, len(plan.rows) - 1
+        for branch in range(1, group.request.params.n):
+            child = Sequence(group, branch)
+            child.row = self._free_rows.pop()
+            self._kv.share_prefix(trunk, child, trunk.num_computed_tokens)
+            group.live.append(child)
+            plan.fork(trunk, child)
+            plan.sample(child, index)
+            self.to_publish.append(child)
+        group.forked = True
+        self.events.append(Forked(group.request.request_id, now, group.request.params.n))
+
+    # --- out of running, and back ----------------------------------------------------------------------------
+
+    def park(self, group: SequenceGroup, prices: Prices, plan: PlanBuilder, step_id: int, now: float) -> None:
+        """running -> swapped or waiting: a victim gives up its blocks and keeps every token."""
+        kind = self._parking.choose(prices)
+        for seq in group.live:
+            if seq.row is not None:
+                self._kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
+        if kind is PreemptionKind.SWAP:
+            self._parking.move_out(group, plan)
+        for seq in group.live:
+            seq.num_lost_tokens += seq.num_computed_tokens
+            self.drop_blocks(seq)
+            if seq.row is not None:
+                plan.forget_row(seq.row)
+            self._release_row(seq)
+        # The rows go with this plan, which has not been built yet.
+        group.num_preemptions += 1
+        group.parked_at_step = step_id
+        self.running.remove(group)
+        group.move_to(GroupState.SWAPPED if kind is PreemptionKind.SWAP else GroupState.WAITING)
+        (self.swapped if kind is PreemptionKind.SWAP else self.waiting).add(group)
+        self.reserve.on_preemption()
+        self._stats.on_preemption(kind)
+        self.events.append(
+            Preempted(
+                group.request.request_id,
+                now,
+                kind,
+                freed_blocks=prices.freed_blocks,
+                lost_tokens=prices.lost_tokens,
+                recompute_seconds=prices.recompute_seconds,
+                swap_seconds=prices.swap_seconds,
+            )
+        )
+
+    def bring_back(self, group: SequenceGroup, plan: PlanBuilder, step_id: int, now: float) -> None:
+        """swapped -> running, all branches at once."""
+        self.swapped.remove(group)
+        group.move_to(GroupState.RUNNING)
+        self.running.add(group)
+        tokens = self._parking.move_in(group, plan)
+        for seq in group.live:
+            self.start_sequence(seq, plan)
+        group.protected_until_step = step_id + PROTECTED_STEPS
+        self.events.append(Resumed(group.request.request_id, now, tokens))
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
+        """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
+        group = seq.group
+        assert seq.finish_reason is None
+        seq.finish_reason = reason
+        if seq.row is not None and error is None:
+            # The last token may never be computed: the worker masks what was planned beyond it.
+            self._kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids) - 1))
+        self.drop_blocks(seq)
+        self._parking.forget(seq)
+        self._release_row(seq)
+        group.live.remove(seq)
+        done = not group.live
+        if done:
+            queues = {
+                GroupState.RUNNING: self.running,
+                GroupState.WAITING: self.waiting,
+                GroupState.SWAPPED: self.swapped,
+            }
+            queues[group.state].remove(group)
+            group.move_to(GroupState.FINISHED)
+            del self.groups[group.request.request_id]
+            self.reserve.on_finish()
+            self._stats.on_finish(reason)
+        self.events.append(
+            Finished(
+                group.request.request_id,
+                now,
+                seq.branch,
+                reason,
+                request_finished=done,
+                num_output_tokens=seq.num_output_tokens,
+                error=error,
+                metrics=group.metrics(now) if done else None,
+            )
+        )
+
+    def drop_blocks(self, seq: Sequence) -> None:
+        self._kv.release(seq)
+        seq.num_computed_tokens = 0
+
+    def _release_row(self, seq: Sequence) -> None:
+        if seq.row is not None:
+            self.released_rows.append(seq.row)
+            self._free_rows.append(seq.row)
+            seq.row = None
+
+    def live(self) -> list[Sequence]:
+        """All branches that have not ended, in order of arrival."""
+        return [seq for group in self.groups.values() for seq in group.live]
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every request is in one queue and every row in one place (rule R2)."""
+        live = self.live()
+        rows = [seq.row for seq in live if seq.row is not None]
+        if sorted(rows + self._free_rows) != list(range(self._config.max_num_seqs)):
+            raise IntegrityError("a row is lost or used twice")
+        if len(self.waiting) + len(self.running) + len(self.swapped) != len(self.groups):
+            raise IntegrityError("a request is in no queue or in two")
+        for state, queue in ((GroupState.WAITING, self.waiting), (GroupState.SWAPPED, self.swapped)):
+            for group in queue:
+                if group.state is not state or any(
+                    seq.block_table or seq.row is not None or seq.num_computed_tokens for seq in group.live
+                ):
+                    raise IntegrityError(f"{group.request.request_id} is parked but holds a block or a row")
+        for group in self.running:
+            if group.state is not GroupState.RUNNING or not group.live:
+                raise IntegrityError(f"{group.request.request_id} runs in state {group.state}")
+        for seq in live:
+            if (
+                not 0 <= seq.num_pending <= self._config.pipeline_depth
+                or seq.num_planned_outputs > seq.group.max_tokens
+            ):
+                raise IntegrityError(f"{seq.group.request.request_id}: {seq.num_pending} samples under way")
+            if seq.num_total_tokens != len(seq.token_ids) + seq.num_pending:
+                raise IntegrityError(f"{seq.group.request.request_id}: token counts differ")
