@@ -48,6 +48,8 @@ EXIT_SECONDS = 5.0
 RAY_SETTINGS = {"worker_niceness": 0}
 """Of a local Ray. By default its workers give way to every other process of the machine, clients included, and a
 server that answers people must not."""
+RAY_STARTS_MAX = 2
+"""Of a local Ray. One that fails has been waiting for itself for half a minute; a second one comes up."""
 FREE_PORTS = range(20_000, 32_000)
 """Where port 0 is sought: below the ports that systems hand out to clients."""
 
@@ -135,15 +137,20 @@ class Service:
             "logging_level": logging.ERROR,
         }
         _check_ray_address(self.config.ray_address)
+        where = self.config.ray_address or "a local cluster"
+        local = {"address": "local", "include_dashboard": False, "_system_config": RAY_SETTINGS}
+        options = {"address": self.config.ray_address} if self.config.ray_address else local
         with _own_signals(), _quiet():
-            try:
-                if self.config.ray_address is None:
-                    ray.init(address="local", include_dashboard=False, _system_config=RAY_SETTINGS, **common)
-                else:
-                    ray.init(address=self.config.ray_address, **common)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                where = self.config.ray_address or "a local cluster"
-                raise StartupError(f"Ray did not come up at {where}: {error}") from error
+            for attempt in range(1, RAY_STARTS_MAX + 1):
+                try:
+                    ray.init(**options, **common)
+                    return
+                except Exception as error:
+                    # Ray has no type for a node that does not come up, and now and then one does not.
+                    ray.shutdown()
+                    if self.config.ray_address is not None or attempt == RAY_STARTS_MAX:
+                        raise StartupError(f"Ray did not come up at {where}: {error}") from error
+                    logger.warning("a local Ray did not come up, trying again: %s", error)
 
     def _start_actors(self) -> None:
         import ray

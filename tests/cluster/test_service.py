@@ -377,6 +377,28 @@ def test_a_cluster_that_does_not_answer_is_said(default_model_dir):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(("failures", "comes_up"), [(1, True), (2, False)])
+def test_a_local_ray_that_does_not_come_up_is_tried_once_more(monkeypatch, failures, comes_up):
+    import ray
+
+    tries = []
+
+    def init(**options):
+        tries.append(options["address"])
+        if len(tries) <= failures:
+            raise Exception("the current node timed out during startup")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    service = Service(ServiceConfig(num_workers=1))
+    if comes_up:
+        service._start_ray()
+    else:
+        with pytest.raises(StartupError, match="timed out"):
+            service._start_ray()
+    assert tries == ["local", "local"]
+
+
 def test_processes_that_outlive_shutdown_are_killed(monkeypatch):
     monkeypatch.setattr(service_module, "EXIT_SECONDS", 0.2)
     stubborn = psutil.Popen(["sleep", "60"])
