@@ -32,7 +32,7 @@ GAUGES = (
     "host_blocks_used",
 )
 """Of the workers that serve now; they add up."""
-MAXIMA = ("block_size", "max_step_tokens", "peak_blocks", "peak_wasted_slots", "peak_waste")
+MAXIMA = ("block_size", "max_step_tokens", "waste", "peak_blocks", "peak_wasted_slots", "peak_waste")
 """Of the workers that serve now; the cluster's is the largest of theirs."""
 
 

@@ -78,6 +78,8 @@ class BlockPool:
         self, num_blocks: int, *, is_cached: Callable[[int], bool], on_evict: Callable[[int], None]
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_cached_free = 0
+        """Free blocks whose content can be found again."""
         self._ref_counts = [0] * num_blocks
         self._free = FreeBlockQueue(num_blocks)
         self._is_cached = is_cached
@@ -92,10 +94,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def free_blocks(self) -> Iterator[int]:
-        """Free blocks, the next to be reused first."""
-        return iter(self._free)
-
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
@@ -103,6 +101,7 @@ class BlockPool:
         """A block with one reference. The caller has checked `num_free`."""
         block = self._free.pop()
         if self._is_cached(block):
+            self.num_cached_free -= 1
             self._on_evict(block)
         self._ref_counts[block] = 1
         return block
@@ -111,6 +110,7 @@ class BlockPool:
         """One more reference; revives a cached free block."""
         if self._ref_counts[block] == 0:
             self._free.remove(block)
+            self.num_cached_free -= self._is_cached(block)
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> int:
@@ -127,6 +127,7 @@ class BlockPool:
             if count == 1:
                 freed += 1
                 if self._is_cached(block):
+                    self.num_cached_free += 1
                     self._free.append(block)
                 else:
                     self._free.appendleft(block)
@@ -146,3 +147,5 @@ class BlockPool:
             raise IntegrityError("the free queue is not a list of distinct blocks")
         if sorted(free) != np.flatnonzero(have == 0).tolist():
             raise IntegrityError("the free queue is not the set of unreferenced blocks")
+        if sum(map(self._is_cached, free)) != self.num_cached_free:
+            raise IntegrityError("the count of cached free blocks is wrong")

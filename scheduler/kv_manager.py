@@ -45,11 +45,6 @@ class KVManager:
     def num_free(self) -> int:
         return self.pool.num_free
 
-    @property
-    def num_cached_free(self) -> int:
-        """Free blocks whose content can be found again."""
-        return sum(block in self.tree for block in self.pool.free_blocks())
-
     def caches(self, request: Request) -> bool:
         return self.prefix_cache and request.use_prefix_cache
 

@@ -237,6 +237,9 @@ class Scheduler:
             num_running=len(self._life.running),
             num_waiting=len(self._life.waiting),
             num_swapped=len(self._life.swapped),
+            num_wasted_slots=self.kv.num_wasted_slots(
+                seq for group in self._life.running for seq in group.live
+            ),
         )
 
     def check_integrity(self) -> None:

@@ -54,9 +54,17 @@ class SchedulerStats:
         self.finished[reason] += 1
 
     def snapshot(
-        self, kv: KVManager, host: BlockPool, *, num_running: int, num_waiting: int, num_swapped: int
+        self,
+        kv: KVManager,
+        host: BlockPool,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_swapped: int,
+        num_wasted_slots: int,
     ) -> dict[str, Any]:
-        cached = kv.num_cached_free
+        cached = kv.pool.num_cached_free
+        used_slots = kv.pool.num_used * kv.block_size
         peak_slots = self.peak_blocks * kv.block_size
         return {
             "steps": self.steps,
@@ -79,6 +87,7 @@ class SchedulerStats:
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": {kind.value: count for kind, count in self.preemptions.items()},
             "finished": {reason.value: count for reason, count in self.finished.items()},
+            "waste": num_wasted_slots / used_slots if used_slots else 0.0,
             "peak_blocks": self.peak_blocks,
             "peak_wasted_slots": self.peak_wasted_slots,
             "peak_waste": self.peak_wasted_slots / peak_slots if peak_slots else 0.0,

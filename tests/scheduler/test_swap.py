@@ -138,10 +138,10 @@ def test_nobody_overtakes_the_parked(seed):
         with suppress(RequestTooLargeError):
             h.add(request)
     while h.scheduler.has_work:
-        before = len(h.scheduler._events)
+        before = len(h.scheduler._life.events)
         outside = [*h.scheduler._life.waiting, *h.scheduler._life.swapped]
         if h.plan():
-            events = h.scheduler._events[before:]
+            events = h.scheduler._life.events[before:]
             started = {e.request_id for e in events if isinstance(e, (Admitted, Resumed))}
             came = [group.order for group in outside if group.request.request_id in started]
             left = [group.order for group in outside if group.request.request_id not in started]
