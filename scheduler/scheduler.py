@@ -370,7 +370,8 @@ class Scheduler:
                 return False
             branches += group.num_branches
             self._life.bring_back(group, plan, self._next_step_id, self._now)
-            for seq in group.live:
+            # A prompt that was parked before its end may fork here; its new branches have their token already.
+            for seq in list(group.live):
                 self._plan_chunk(seq, plan, budget)
         return True
 

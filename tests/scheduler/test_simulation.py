@@ -106,6 +106,12 @@ def test_the_simulation_reaches_what_it_is_for():
     assert sum(h.count(Forked) > 0 for h in lives) >= 15
 
 
+@pytest.mark.parametrize("seed", [1513, 400851, 500184])
+def test_seeds_that_once_failed(seed):
+    """A swapped group without room for its next token; a swapped prompt that forks as it returns, twice."""
+    simulate(seed)
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
 def test_seed(first):
     for seed in range(first, min(first + 50, NUM_SEEDS)):
