@@ -58,7 +58,7 @@ def _content(token: Any) -> str | None:
 
 
 class Tokenizer:
-    """One model's tokenizer. All methods are thread-safe; the `*_async` twins run in a small thread pool."""
+    """One model's tokenizer. All methods are thread-safe; `run` takes work off the event loop."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Reads `tokenizer.json` and what stands beside it in `folder`. Raises `ModelLoadError` naming the path."""
@@ -173,10 +173,6 @@ class Tokenizer:
     async def run(self, work: Callable[[], Result]) -> Result:
         """`work()` in the thread pool: what keeps tokenising and rendering off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode` in the thread pool."""
-        return await self.run(lambda: self.encode(text, add_special_tokens))
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of `len(encode(text))` that costs next to nothing.

@@ -184,10 +184,6 @@ class KVManager:
         seq.num_published_blocks = want
         return replaced
 
-    def num_exclusive(self, seq: Sequence) -> int:
-        """Blocks that nobody else holds: what parking `seq` would free."""
-        return sum(self.pool.ref_count(block) == 1 for block in seq.block_table)
-
     def release(self, seq: Sequence) -> int:
         """Give up all blocks; returns how many became free."""
         freed = self.pool.release(reversed(seq.block_table))
