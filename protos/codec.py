@@ -43,6 +43,12 @@ _REASON_TO_WIRE = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _REASON_FROM_WIRE = {wire: reason for reason, wire in _REASON_TO_WIRE.items()}
+_EARLY_STOPPING: dict[bool | str, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_HEURISTIC,
+    True: common_pb2.EARLY_STOPPING_ALWAYS,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_WIRE = {wire: value for value, wire in _EARLY_STOPPING.items()}
 
 
 # Arrays
@@ -116,6 +122,10 @@ def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         skip_special_tokens=params.skip_special_tokens,
+        best_of=params.best_of,
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=_EARLY_STOPPING[params.early_stopping],
     )
 
 
@@ -139,6 +149,10 @@ def decode_params(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         skip_special_tokens=message.skip_special_tokens,
+        best_of=message.best_of if message.HasField("best_of") else None,
+        beam_width=message.beam_width if message.HasField("beam_width") else None,
+        length_penalty=message.length_penalty,
+        early_stopping=_EARLY_STOPPING_FROM_WIRE.get(message.early_stopping, False),
     )
 
 
@@ -154,6 +168,7 @@ def _encode_request(request: Request, prompt: bytes) -> common_pb2.Request:
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         use_prefix_cache=request.use_prefix_cache,
+        fork_of=request.fork_of,
     )
 
 
@@ -172,6 +187,7 @@ def _decode_request(message: common_pb2.Request, prompt: Int32Array) -> Request:
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         use_prefix_cache=message.use_prefix_cache,
+        fork_of=message.fork_of,
     )
 
 
@@ -226,6 +242,7 @@ def encode_plan(plan: StepPlan) -> worker_pb2.StepPlan:
         swaps_out=encode_ints(plan.swaps_out),
         swaps_in=encode_ints(plan.swaps_in),
         new_sequences=map(_encode_new_sequence, plan.new_sequences),
+        beam_moves=encode_ints(plan.beam_moves),
         block_updates=encode_ints(plan.block_updates),
         forks=encode_ints(plan.forks),
         block_copies=encode_ints(plan.block_copies),
@@ -258,6 +275,7 @@ def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
         swaps_out=decode_ints("swaps_out", message.swaps_out, columns=2),
         swaps_in=decode_ints("swaps_in", message.swaps_in, columns=2),
         new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
+        beam_moves=decode_ints("beam_moves", message.beam_moves, columns=4),
         block_updates=decode_ints("block_updates", message.block_updates, columns=3),
         forks=decode_ints("forks", message.forks, columns=3),
         block_copies=decode_ints("block_copies", message.block_copies, columns=2),
@@ -354,6 +372,7 @@ def encode_delta(delta: OutputDelta) -> coordinator_pb2.OutputDelta:
         error=delta.error,
         error_name=delta.error_name,
         metrics=_encode_metrics(delta.metrics) if delta.metrics else None,
+        score=delta.score,
     )
 
 
@@ -377,6 +396,7 @@ def decode_delta(message: coordinator_pb2.OutputDelta) -> OutputDelta:
         error=message.error if message.HasField("error") else None,
         error_name=message.error_name if message.HasField("error_name") else None,
         metrics=_decode_metrics(message.metrics) if message.HasField("metrics") else None,
+        score=message.score if message.HasField("score") else None,
     )
 
 

@@ -62,12 +62,14 @@ class CoordinatorHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., unfinished_requests_max: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "branch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    branch: int
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., branch: _Optional[int] = ...) -> None: ...
 
 class OutputBatch(_message.Message):
     __slots__ = ("deltas",)
@@ -76,7 +78,7 @@ class OutputBatch(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ...) -> None: ...
 
 class OutputDelta(_message.Message):
-    __slots__ = ("request_id", "branch", "offset", "token_ids", "logprobs", "finish_reason", "request_finished", "error", "error_name", "metrics")
+    __slots__ = ("request_id", "branch", "offset", "token_ids", "logprobs", "finish_reason", "request_finished", "error", "error_name", "metrics", "score")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class OutputDelta(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ERROR_NAME_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     branch: int
     offset: int
@@ -97,7 +100,8 @@ class OutputDelta(_message.Message):
     error: str
     error_name: str
     metrics: RequestMetrics
-    def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., request_finished: _Optional[bool] = ..., error: _Optional[str] = ..., error_name: _Optional[str] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ...) -> None: ...
+    score: float
+    def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., request_finished: _Optional[bool] = ..., error: _Optional[str] = ..., error_name: _Optional[str] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
     __slots__ = ("cached_tokens", "num_preemptions", "queue_seconds", "ttft_seconds", "total_seconds", "recomputed_tokens")
@@ -122,6 +126,28 @@ class Rejection(_message.Message):
     request_id: str
     error: _common_pb2.ErrorDetail
     def __init__(self, request_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class GetTokensRequest(_message.Message):
+    __slots__ = ("request_id", "branch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    branch: int
+    def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ...) -> None: ...
+
+class GetTokensResponse(_message.Message):
+    __slots__ = ("token_ids", "num_prompt_tokens", "cache_salt", "adapter", "error")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    num_prompt_tokens: int
+    cache_salt: str
+    adapter: str
+    error: _common_pb2.ErrorDetail
+    def __init__(self, token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

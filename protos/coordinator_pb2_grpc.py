@@ -40,6 +40,11 @@ class CoordinatorServiceStub:
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.ServeRequest.SerializeToString,
                 response_deserializer=octavo_dot_protos_dot_coordinator__pb2.ServeResponse.FromString,
                 _registered_method=True)
+        self.GetTokens = channel.unary_unary(
+                '/octavo.coordinator.v1.CoordinatorService/GetTokens',
+                request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.SerializeToString,
+                response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/octavo.coordinator.v1.CoordinatorService/GetStats',
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetStatsRequest.SerializeToString,
@@ -59,6 +64,13 @@ class CoordinatorServiceServicer:
     def Serve(self, request_iterator, context):
         """The request stream of one ingress. First a hello each way. Every submitted request gets exactly one
         terminal reply: a rejection, or the delta that finishes it. When the stream ends, its requests are aborted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokens(self, request, context):
+        """The tokens that an unfinished request has so far, for a request that is to go on from them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +97,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Serve,
                     request_deserializer=octavo_dot_protos_dot_coordinator__pb2.ServeRequest.FromString,
                     response_serializer=octavo_dot_protos_dot_coordinator__pb2.ServeResponse.SerializeToString,
+            ),
+            'GetTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokens,
+                    request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.FromString,
+                    response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -125,6 +142,33 @@ class CoordinatorService:
             '/octavo.coordinator.v1.CoordinatorService/Serve',
             octavo_dot_protos_dot_coordinator__pb2.ServeRequest.SerializeToString,
             octavo_dot_protos_dot_coordinator__pb2.ServeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.coordinator.v1.CoordinatorService/GetTokens',
+            octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.SerializeToString,
+            octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 GREEDY_BELOW_TEMPERATURE = 1e-3
 """A temperature under this acts as 0: softmax at 1/T > 1000 is argmax, and 1/T must not overflow."""
 MAX_N = 128
+MAX_BEAM_WIDTH = 32
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -78,6 +79,9 @@ class SamplingParams:
     """
 
     n: int = 1
+    """Branches returned."""
+    best_of: int | None = None
+    """Branches sampled, of which the `n` of the highest mean log-probability are returned; None: n."""
     max_tokens: int | None = 16
     """None: until the model's limit."""
     min_tokens: int = 0
@@ -100,6 +104,13 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest, of the raw distribution."""
     skip_special_tokens: bool = True
+    beam_width: int | None = None
+    """Beam search over so many hypotheses, of which the best `n` are returned; None: sampling or greedy."""
+    length_penalty: float = 1.0
+    """A finished hypothesis scores its log-probability / (output tokens ** length_penalty)."""
+    early_stopping: bool | str = False
+    """When a beam search with `beam_width` finished hypotheses ends. True: at once. False: when the best running
+    one, scored at its present length, cannot beat the worst of them. "never": when it could not at any length."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -133,6 +144,46 @@ class SamplingParams:
             put("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _flag(name, getattr(self, name))
+        put("length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise InvalidRequestError(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}', param="early_stopping"
+            )
+        if self.best_of is not None:
+            put("best_of", _integer("best_of", self.best_of, self.n, MAX_N))
+        if self.beam_width is not None:
+            self._check_beams()
+        elif self.length_penalty != 1.0 or self.early_stopping is not False:
+            name = "length_penalty" if self.length_penalty != 1.0 else "early_stopping"
+            raise InvalidRequestError(f"{name} means something only with beam_width", param=name)
+
+    def _check_beams(self) -> None:
+        """Beam search ranks by the model's own log-probabilities: nothing may bend them, no text can end one."""
+        object.__setattr__(self, "beam_width", _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH))
+        assert self.beam_width is not None
+        if self.n > self.beam_width:
+            raise InvalidRequestError(
+                f"n must be at most beam_width ({self.beam_width}), got {self.n}", param="n"
+            )
+        neutral = {
+            "best_of": (None,),
+            "temperature": (0.0, 1.0),
+            "top_p": (1.0,),
+            "top_k": (0,),
+            "min_p": (0.0,),
+            "presence_penalty": (0.0,),
+            "frequency_penalty": (0.0,),
+            "repetition_penalty": (1.0,),
+            "logit_bias": ({},),
+            "stop": ((),),
+        }
+        for name, values in neutral.items():
+            if getattr(self, name) not in values:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with beam_width; leave it at {values[0]!r}, "
+                    f"got {getattr(self, name)!r}",
+                    param=name,
+                )
 
     @staticmethod
     def _checked_bias(bias: Any) -> dict[int, float]:
@@ -194,6 +245,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
+    @property
+    def num_branches(self) -> int:
+        """Branches that run at once."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def ranks_by_logprob(self) -> bool:
+        """More branches are sampled than returned, so every chosen token's log-probability is needed."""
+        return self.best_of is not None and self.best_of > self.n
+
 
 def checked_prompt_ids(ids: Any, vocab_size: int, *, param: str = "prompt") -> Int32Array:
     """A prompt of token ids as a read-only int32 array of length >= 1.
@@ -236,10 +297,26 @@ class Request:
     cache_salt: str = ""
     adapter: str = ""
     use_prefix_cache: bool = True
+    fork_of: str = ""
+    """Id of a request whose tokens the prompt begins with: while that one runs, its blocks are shared as they are."""
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end a branch, once `min_tokens` are there."""
+        return frozenset((*self.eos_token_ids, *self.params.stop_token_ids))
+
+    @property
+    def num_beam_candidates(self) -> int:
+        """Likeliest tokens that a worker reports for each beam: enough that `beam_width` remain when every stop id is
+        among them. 0 without beam search."""
+        params = self.params
+        if params.beam_width is None:
+            return 0
+        return max(params.beam_width + len(self.stop_ids), params.logprobs or 0)
 
 
 def finish_reason(
@@ -275,6 +352,10 @@ class NewSequence:
     """KV of the first so many tokens is in blocks that this plan's `block_updates` name (a prefix hit)."""
 
 
+def _quads() -> Int32Array:
+    return np.empty((0, 4), np.int32)
+
+
 def _pairs() -> Int32Array:
     return np.empty((0, 2), np.int32)
 
@@ -302,10 +383,15 @@ class StepPlan:
     released_rows: Int32Array = field(default_factory=_ints)
     """[R] rows whose branch ended or was parked; free for this plan's new sequences and forks."""
     swaps_out: Int32Array = field(default_factory=_pairs)
-    """[N, 2] (device block, host block): parked KV, copied before anything of this step overwrites it."""
+    """[N, 2] (device block, host block): KV of parked requests or of prefixes that leave the device, copied before
+    anything of this step overwrites it."""
     swaps_in: Int32Array = field(default_factory=_pairs)
     """[N, 2] (host block, device block): KV that comes back, after `swaps_out`. No host block is in both."""
     new_sequences: tuple[NewSequence, ...] = ()
+    beam_moves: Int32Array = field(default_factory=_quads)
+    """[M, 4] (parent row, row, branch, token): a hypothesis of a beam search goes on in `row`, either its parent's
+    own or one not in use, with the parent's tokens and block table as the plan before left them, and then `token`.
+    No row is moved into twice; all parents are read before any row is written."""
     block_updates: Int32Array = field(default_factory=_triples)
     """[U, 3] (row, index in its block table, block id): blocks appended, or replaced by copy-on-write. In order:
     the last of several updates of one entry counts."""
@@ -322,7 +408,8 @@ class StepPlan:
     start_positions: Int32Array = field(default_factory=_ints)
     """[S] tokens already computed. The worker knows it too: sent as a checked assertion."""
     sample_rows: Int32Array = field(default_factory=_ints)
-    """[K] rows that get one new token each."""
+    """[K] rows that get one new token each; a row of a beam search reports its candidates in `StepResult.logprobs`
+    instead, and gets its token by a move of a later plan."""
     sample_indices: Int32Array = field(default_factory=_ints)
     """[K] index into `rows` of the branch whose last logits to sample from (a fork's parent; else itself)."""
 
@@ -429,3 +516,5 @@ class OutputDelta:
     """Class of `errors.py`, for `errors.revive`."""
     metrics: RequestMetrics | None = None
     """With `request_finished`, and with the first token of the request."""
+    score: float | None = None
+    """With the end of a beam search's hypothesis: what it was ranked by. Branch 0 is the best."""

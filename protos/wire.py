@@ -8,7 +8,7 @@ from __future__ import annotations
 
 ChannelOptions = list[tuple[str, int]]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Goes into every hello. Raised by changes that an older peer would misread."""
 
 MAX_MESSAGE_BYTES = 256 * 2**20

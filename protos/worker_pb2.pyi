@@ -104,13 +104,14 @@ class NewSequence(_message.Message):
     def __init__(self, row: _Optional[int] = ..., request: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., branch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "epoch", "released_rows", "swaps_out", "swaps_in", "new_sequences", "block_updates", "forks", "block_copies", "rows", "num_tokens", "start_positions", "sample_rows", "sample_indices", "samples_rows")
+    __slots__ = ("step_id", "epoch", "released_rows", "swaps_out", "swaps_in", "new_sequences", "beam_moves", "block_updates", "forks", "block_copies", "rows", "num_tokens", "start_positions", "sample_rows", "sample_indices", "samples_rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
     SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAPS_IN_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BEAM_MOVES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_UPDATES_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COPIES_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +127,7 @@ class StepPlan(_message.Message):
     swaps_out: bytes
     swaps_in: bytes
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
+    beam_moves: bytes
     block_updates: bytes
     forks: bytes
     block_copies: bytes
@@ -135,7 +137,7 @@ class StepPlan(_message.Message):
     sample_rows: bytes
     sample_indices: bytes
     samples_rows: bool
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., swaps_out: _Optional[bytes] = ..., swaps_in: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., block_updates: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., start_positions: _Optional[bytes] = ..., sample_rows: _Optional[bytes] = ..., sample_indices: _Optional[bytes] = ..., samples_rows: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., swaps_out: _Optional[bytes] = ..., swaps_in: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., beam_moves: _Optional[bytes] = ..., block_updates: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., start_positions: _Optional[bytes] = ..., sample_rows: _Optional[bytes] = ..., sample_indices: _Optional[bytes] = ..., samples_rows: _Optional[bool] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("step_id", "epoch", "token_ids", "logprobs", "row_errors", "step_seconds", "parts_seconds")

@@ -55,9 +55,10 @@ def ints(max_size=20, columns=None):
     return st.lists(INT32, max_size=max_size).map(lambda values: np.array(values, np.int32))
 
 
-params = st.builds(
+sampling = st.builds(
     SamplingParams,
-    n=st.integers(1, 128),
+    n=st.integers(1, 100),
+    best_of=st.none() | st.integers(100, 128),
     max_tokens=st.none() | st.integers(100, 2**31 - 1),
     min_tokens=st.integers(0, 100),
     temperature=st.floats(0, 2),
@@ -76,6 +77,15 @@ params = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     skip_special_tokens=st.booleans(),
 )
+beams = st.builds(
+    SamplingParams,
+    n=st.integers(1, 4),
+    max_tokens=st.integers(1, 100),
+    beam_width=st.integers(4, 32),
+    length_penalty=st.floats(-10, 10),
+    early_stopping=st.sampled_from([True, False, "never"]),
+)
+params = sampling | beams
 requests = st.builds(
     Request,
     request_id=st.text(min_size=1, max_size=32),
@@ -87,6 +97,7 @@ requests = st.builds(
     cache_salt=TEXT,
     adapter=TEXT,
     use_prefix_cache=st.booleans(),
+    fork_of=TEXT,
 )
 logprob_entries = st.none() | st.builds(
     lambda logprob, top: TokenLogprobs(
@@ -128,6 +139,7 @@ def plans(draw):
         swaps_out=draw(ints(columns=2)),
         swaps_in=draw(ints(columns=2)),
         new_sequences=tuple(draw(st.lists(new_sequences(), max_size=2))),
+        beam_moves=draw(ints(columns=4)),
         block_updates=draw(ints(columns=3)),
         forks=draw(ints(columns=3)),
         block_copies=draw(ints(columns=2)),
@@ -182,6 +194,7 @@ def deltas(draw):
                 recomputed_tokens=INT32,
             )
         ),
+        score=draw(st.none() | FINITE),
     )
 
 
