@@ -7,13 +7,13 @@ must know into the plan under construction. Knows nothing of queues, budgets or 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.protos.errors import IntegrityError
 from octavo.protos.types import Request
 from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree, RootKey
+from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree, RootKey, common_tokens
 from octavo.scheduler.sequence import Sequence, SequenceGroup
 
 
@@ -28,6 +28,8 @@ class PrefixHit:
     blocks: list[int]
     tail_block: int | None = None
     num_tokens: int = 0
+    num_published_blocks: int | None = None
+    """Leading `blocks` that stand in the tree; None: all."""
 
 
 class KVManager:
@@ -65,6 +67,24 @@ class KVManager:
             return PrefixHit(blocks, num_tokens=start)
         return PrefixHit(blocks, tail_block=inside[0], num_tokens=start + inside[1])
 
+    def find_in(self, source: Sequence, num_computed_tokens: int, tokens: bytes) -> PrefixHit:
+        """As `find_prefix`, in the table of a running branch of which plans before this one have computed so many
+        tokens: what it has that the tree has not, its last block above all, is shared too."""
+        have = source.token_ids[:num_computed_tokens].tobytes()
+        limit = len(tokens) // TOKEN_BYTES - 1
+        shared = min(limit, common_tokens(have, tokens))
+        full, rest = divmod(shared, self.block_size)
+        return PrefixHit(
+            source.block_table[:full],
+            tail_block=source.block_table[full] if rest else None,
+            num_tokens=shared,
+            num_published_blocks=source.num_published_blocks,
+        )
+
+    def without_tail(self, hit: PrefixHit) -> PrefixHit:
+        """Only its whole blocks."""
+        return replace(hit, tail_block=None, num_tokens=len(hit.blocks) * self.block_size)
+
     def num_blocks_to_admit(self, seq: Sequence, hit: PrefixHit) -> int:
         """Free blocks that starting `seq` on `hit` takes: those to compute, and cached free ones to revive."""
         revived = hit.blocks if hit.tail_block is None else [*hit.blocks, hit.tail_block]
@@ -77,6 +97,8 @@ class KVManager:
     def attach_prefix(self, seq: Sequence, hit: PrefixHit, plan: PlanBuilder) -> None:
         """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied."""
         self.attach_blocks(seq, hit.blocks)
+        if hit.num_published_blocks is not None:
+            seq.num_published_blocks = min(seq.num_published_blocks, hit.num_published_blocks)
         seq.num_computed_tokens = hit.num_tokens
         if hit.tail_block is not None:
             # Held until the plan is complete: nobody may be given, and write, the source of a copy in it.

@@ -37,7 +37,7 @@ class _Node:
         """By the tokens of the child's first block."""
 
 
-def _common_tokens(left: bytes, right: bytes) -> int:
+def common_tokens(left: bytes, right: bytes) -> int:
     """Leading tokens that two int32 strings share. The lowest differing bit is found at C speed."""
     size = min(len(left), len(right))
     differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
@@ -106,7 +106,7 @@ class PrefixTree:
             candidates = [(key, child.blocks[0]) for key, child in newest]
         best: tuple[int, int] | None = None
         for key, block in candidates:
-            count = _common_tokens(key, tokens)
+            count = common_tokens(key, tokens)
             if count > (best[1] if best else 0):
                 best = block, count
         return best
