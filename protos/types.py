@@ -166,7 +166,7 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"n must be at most beam_width ({self.beam_width}), got {self.n}", param="n"
             )
-        neutral = {
+        neutral: dict[str, tuple[Any, ...]] = {
             "best_of": (None,),
             "temperature": (0.0, 1.0),
             "top_p": (1.0,),

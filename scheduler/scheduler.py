@@ -40,7 +40,7 @@ from octavo.scheduler.events import (
 )
 from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.lifecycle import Lifecycle
-from octavo.scheduler.parking import Parking
+from octavo.scheduler.parking import Parking, loading_pays
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
 from octavo.scheduler.preemption import choose_victim
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
@@ -54,7 +54,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time = step_time or StepTimeModel()
-        self.kv = KVManager(config.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.kv = KVManager(
+            config.num_blocks,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            num_host_blocks=config.num_host_blocks,
+            loading_pays=lambda: loading_pays(config, self.step_time),
+        )
         self.stats = SchedulerStats()
         self._parking = Parking(config, self.kv, self.step_time)
         self._life = Lifecycle(config, self.kv, self._parking, self.stats)
@@ -110,6 +116,7 @@ class Scheduler:
             return None
         self._now = now
         plan = PlanBuilder(self._life.released_rows)
+        self.kv.begin_plan(plan)
         self._life.place_beams(plan)
         self._publish(plan)
         decodes, prefills = self._runnable()
@@ -133,7 +140,6 @@ class Scheduler:
         if not plan.rows and not self._in_flight and self._life.running.head is not None:
             self._break_deadlock(plan, budget)
         self.kv.finish_plan(plan)
-        self._parking.finish_plan(plan)
         if plan.empty:
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
@@ -286,7 +292,6 @@ class Scheduler:
         """Counts now and totals so far, by plain names (`Engine.stats`, `/metrics`)."""
         return self.stats.snapshot(
             self.kv,
-            self._parking.host,
             num_running=len(self._life.running),
             num_waiting=len(self._life.waiting),
             num_swapped=len(self._life.swapped),

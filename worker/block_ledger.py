@@ -55,12 +55,15 @@ class BlockLedger:
         self.table_lens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_holders: Int32Array = np.zeros(num_blocks, np.int32)
         """[block] how often it stands in the tables."""
+        self.written: BoolArray = np.zeros(num_blocks, np.bool_)
+        """[block] whether it was ever given to a row."""
         self.host_written: BoolArray = np.zeros(num_host_blocks, np.bool_)
         """[host block] whether anything was swapped into it."""
 
     def reset(self) -> None:
         self.table_lens[:] = 0
         self.num_holders[:] = 0
+        self.written[:] = False
         self.host_written[:] = False
 
     def lens_before_updates(self, released_rows: Int32Array, beam_moves: Int32Array) -> Int32Array:
@@ -155,6 +158,7 @@ class BlockLedger:
 
     def _move(self, taken: Int32Array, given: Int32Array) -> None:
         # ufunc.at counts a block that occurs twice twice; it costs per block moved, not per block of the pool.
+        self.written[taken] = True
         np.add.at(self.num_holders, taken, 1)
         np.subtract.at(self.num_holders, given, 1)
 
