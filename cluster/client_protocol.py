@@ -114,7 +114,15 @@ class Call:
     body: dict[str, Any]
 
 
-def build_call(prompt: Prompt, params: SamplingParams, *, model: str, stream: bool = False) -> Call:
+def build_call(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    model: str,
+    stream: bool = False,
+    cache_salt: str = "",
+    use_prefix_cache: bool = True,
+) -> Call:
     """The OpenAI request for one prompt.
 
     Only what differs from a default travels, besides what OpenAI's own defaults would change, so the call
@@ -127,10 +135,11 @@ def build_call(prompt: Prompt, params: SamplingParams, *, model: str, stream: bo
     else:
         body["prompt"] = prompt
     body.update(_params_body(params, chat=chat))
-    if stream:
-        body["stream"] = True
-    else:
-        body["return_token_ids"] = True
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    if not use_prefix_cache:
+        body["use_prefix_cache"] = False
+    body["stream" if stream else "return_token_ids"] = True
     return Call(CHAT_COMPLETIONS if chat else COMPLETIONS, body)
 
 
@@ -191,6 +200,7 @@ def _parse_choice(choice: Mapping[str, Any]) -> CompletionOutput:
         finish_reason=choice.get("finish_reason"),
         logprobs=logprobs,
         cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs if entry),
+        score=choice.get("score"),
     )
 
 

@@ -83,11 +83,12 @@ class GrpcBackend:
         finally:
             self._replies.pop(request_id, None)
             if not ended and commands is self._commands:
-                commands.put_nowait(
-                    coordinator_pb2.ServeRequest(
-                        abort=coordinator_pb2.Abort(request_id=request_id, reason="the caller left")
-                    )
-                )
+                commands.put_nowait(_abort(request_id, "the caller left"))
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """See `Backend.stop_branch`. While the stream is down its requests have ended anyway."""
+        if self._commands is not None and request_id in self._replies:
+            self._commands.put_nowait(_abort(request_id, "a stop string was met", branch))
 
     async def health(self) -> HealthReport:
         """LOADING before the coordinator was first found, DEAD while it cannot be asked."""
@@ -235,6 +236,12 @@ class GrpcBackend:
     def _fail_all(self, error: OctavoError) -> None:
         for replies in self._replies.values():
             replies.put_nowait(error)
+
+
+def _abort(request_id: str, reason: str, branch: int | None = None) -> coordinator_pb2.ServeRequest:
+    return coordinator_pb2.ServeRequest(
+        abort=coordinator_pb2.Abort(request_id=request_id, reason=reason, branch=branch)
+    )
 
 
 async def _drain(

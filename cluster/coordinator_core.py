@@ -239,6 +239,13 @@ class CoordinatorCore:
         self._close(request_id, "aborted")
         entry.link.abort(request_id)
 
+    def stop_branch(self, request_id: str, branch: int, sink: IngressSink) -> None:
+        """End one branch of a request of `sink`, whose text is complete; `sink` gets that branch's last delta. One
+        that has ended, or is another's, is left alone."""
+        entry = self._open.get(request_id)
+        if entry is not None and entry.sink is sink:
+            self._deliver(entry.link.stop_branch(request_id, branch))
+
     def detach(self, sink: IngressSink) -> None:
         """The ingress is gone: end all its requests."""
         for request_id in [key for key, entry in self._open.items() if entry.sink is sink]:

@@ -190,7 +190,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             if command == "submit":
                 self._submit(ingress, message)
             elif command == "abort":
-                self._core.abort(message.abort.request_id, ingress)
+                if message.abort.HasField("branch"):
+                    self._core.stop_branch(message.abort.request_id, message.abort.branch, ingress)
+                else:
+                    self._core.abort(message.abort.request_id, ingress)
             else:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"unexpected {command} on a request stream"

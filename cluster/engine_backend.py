@@ -40,6 +40,10 @@ class EngineBackend:
             if not finished:
                 self._loop.abort(request.request_id)
 
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """See `Backend.stop_branch`."""
+        self._loop.stop_branch(request_id, branch)
+
     async def health(self) -> HealthReport:
         error = self._loop.error
         status = HealthStatus.READY if error is None else HealthStatus.DEAD

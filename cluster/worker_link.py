@@ -125,6 +125,12 @@ class WorkerLink:
         self._wake.set()
         return deltas_of(events)
 
+    def stop_branch(self, request_id: str, branch: int) -> list[OutputDelta]:
+        """End one branch with STOP. Its last delta, none when it has ended."""
+        events = self.scheduler.abort_branch(request_id, branch, self._clock())
+        self._wake.set()
+        return deltas_of(events)
+
     def fail_all(self, error: OctavoError) -> list[OutputDelta]:
         """End every unfinished request with `error`. Their last deltas."""
         if self._scheduler is None:

@@ -117,10 +117,11 @@ def build_requests(
     Raises `RequestTooLargeError` when a prompt and an explicit token limit cannot both be kept, and
     `InvalidRequestError` for token ids outside the vocabulary; `param` names the prompt's field.
     """
-    choices = len(prompts) * call.params.n
+    choices = len(prompts) * call.params.num_branches
     if choices > config.choices_per_request_max:
         raise InvalidRequestError(
-            f"prompts times n is at most {config.choices_per_request_max}, got {choices}", param="n"
+            f"prompts times n (or best_of, or beam_width) is at most {config.choices_per_request_max}, got {choices}",
+            param="n",
         )
     call.params.check_vocab(model.vocab_size)
     base = f"{prefix}-{uuid.uuid4().hex}"
@@ -133,6 +134,7 @@ def build_requests(
             eos_token_ids=() if call.params.ignore_eos else model.eos_token_ids,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            use_prefix_cache=call.use_prefix_cache,
         )
         for index, prompt in enumerate(prompts)
     ]

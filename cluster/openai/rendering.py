@@ -92,6 +92,7 @@ class JsonRenderer:
             if not (first or update.text or update.finish_reason or logprobs or tells_ids):
                 continue  # a part of a character, or what may become a stop string: nothing to tell yet
             choices = self._shape.chunk(update, logprobs, first)
+            _add_score(choices[-1], update)
             if self._call.return_token_ids:
                 self._add_ids(choices[-1], update, with_prompt=first)
             events += [
@@ -108,6 +109,7 @@ class JsonRenderer:
         choices = []
         for update in updates:
             choice = self._shape.choice(update, self._logprobs(update) if self._wants_logprobs else None)
+            _add_score(choice, update)
             if self._call.return_token_ids:
                 self._add_ids(choice, update, with_prompt=True)
             choices.append(choice)
@@ -137,3 +139,9 @@ class JsonRenderer:
         choice["token_ids"] = update.token_ids
         if with_prompt:
             choice["prompt_token_ids"] = self._prompts[update.index // self._call.params.n].token_ids.tolist()
+
+
+def _add_score(choice: dict[str, Any], update: Update) -> None:
+    """An extension: what a beam search ranked the choice by."""
+    if update.score is not None:
+        choice["score"] = update.score

@@ -25,6 +25,10 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 _SAMPLING_NAMES = (
     "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "min_tokens",
     "temperature",
     "top_p",
@@ -43,8 +47,6 @@ _SAMPLING_NAMES = (
 
 _UNSUPPORTED: dict[str, Collection[Any]] = {
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -111,6 +113,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     cache_salt: str = ""
+    use_prefix_cache: bool = True
     priority: int = 0
     return_token_ids: bool = False
     add_special_tokens: bool = True
@@ -151,10 +154,6 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
             "logprobs", "of the prompt (with echo) is not supported by this server"
         )
     params = SamplingParams(**sampling)
-    if "best_of" in body and body.integer("best_of", 1, 1, 2**31 - 1) != params.n:
-        raise UnsupportedParameterError(
-            "best_of", f"must equal n ({params.n}); sampling more is not supported"
-        )
     return CompletionCall(
         **_common(body, params, explicit), prompt=prompt, echo=echo, add_special_tokens=_special(body, True)
     )
@@ -237,6 +236,11 @@ def _sampling(body: Body, config: HttpConfig) -> dict[str, Any]:
 def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> dict[str, Any]:
     """Keyword arguments of `Call`. Called last: what nobody has asked for by now is unknown."""
     stream = body.flag("stream")
+    if stream and params.ranks_by_logprob:
+        raise InvalidRequestError(
+            f"best_of above n ({params.n}) cannot be streamed: which choices are the best is known at the end",
+            param="best_of",
+        )
     include_usage = False
     options = body.object("stream_options")
     if options is not None:
@@ -253,6 +257,7 @@ def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> di
         "stream": stream,
         "include_usage": include_usage,
         "cache_salt": body.text("cache_salt", "") or "",
+        "use_prefix_cache": body.flag("use_prefix_cache", True),
         "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
         "return_token_ids": body.flag("return_token_ids"),
     }

@@ -120,6 +120,37 @@ def test_the_tokens_of_a_request_arrive_in_order_and_complete():
     run(test())
 
 
+def test_a_branch_that_is_stopped_computes_no_more_and_its_sibling_goes_on():
+    async def test():
+        async with Cluster(step_seconds=0.002) as cluster:
+            backend, other = await cluster.backend(), await cluster.backend()
+            request = make_request("a", max_tokens=150, n=2)
+            tokens, reasons = {0: [], 1: []}, {}
+            async for delta in backend.submit(request):
+                assert delta.offset == len(tokens[delta.branch])
+                tokens[delta.branch] += delta.token_ids
+                if delta.finish_reason is not None:
+                    reasons[delta.branch] = delta.finish_reason
+                if delta.branch == 0 and len(tokens[0]) == 3:
+                    other.stop_branch("a", 1)  # not its request
+                    backend.stop_branch("a", 0)
+                    backend.stop_branch("a", 0)
+                    backend.stop_branch("unknown", 0)
+            assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+            assert tokens[1] == expected(request, 1)
+            assert tokens[0] == expected(request, 0)[: len(tokens[0])]
+            await cluster.idle()
+            snapshot = cluster.scheduler().snapshot()
+            assert snapshot["sampled_tokens"] < 150 + 75
+            assert cluster.core.stats()["requests"] == {
+                "submitted": 1, "rejected": 0, "finished": 1, "failed": 0, "aborted": 0
+            }  # fmt: skip
+            # Nothing is unfinished, and nothing happens.
+            backend.stop_branch("a", 1)
+
+    run(test())
+
+
 def test_many_requests_of_two_ingresses_on_two_workers():
     async def test():
         async with Cluster(2, budget=64) as cluster:
