@@ -22,17 +22,18 @@ def resolve_max_tokens(request: Request, config: SchedulerConfig) -> int:
 
     A `max_tokens` that was asked for is kept or refused; None is cut to what the model and the pool allow.
     """
-    prompt, n = request.num_prompt_tokens, request.params.n
+    prompt, n = request.num_prompt_tokens, request.params.num_branches
     if prompt + 1 > config.max_model_len:
         raise RequestTooLargeError(
             f"the prompt has {prompt} tokens; the limit is {config.max_model_len} for prompt and output together",
             param="prompt",
         )
+    param = "beam_width" if request.params.beam_width else "best_of" if request.params.best_of else "n"
     if n > min(config.max_num_seqs, config.max_num_batched_tokens):
         raise RequestTooLargeError(
-            f"n is {n}, and at most {min(config.max_num_seqs, config.max_num_batched_tokens)} branches run at once "
+            f"{param} is {n}, and at most {min(config.max_num_seqs, config.max_num_batched_tokens)} branches run at once "
             f"(max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens})",
-            param="n",
+            param=param,
         )
     asked = request.params.max_tokens
     if asked is not None:
@@ -46,7 +47,7 @@ def resolve_max_tokens(request: Request, config: SchedulerConfig) -> int:
         if need > config.num_blocks:
             raise RequestTooLargeError(
                 f"the request may need {need} KV blocks of {config.block_size} tokens "
-                f"(prompt {prompt}, max_tokens {asked}, n {n}); the pool has {config.num_blocks}",
+                f"(prompt {prompt}, max_tokens {asked}, {param} {n}); the pool has {config.num_blocks}",
                 param="prompt"
                 if peak_blocks(prompt, 1, n, config.block_size) > config.num_blocks
                 else "max_tokens",
@@ -59,7 +60,7 @@ def resolve_max_tokens(request: Request, config: SchedulerConfig) -> int:
         need = peak_blocks(prompt, 1, n, config.block_size)
         raise RequestTooLargeError(
             f"the request needs {need} KV blocks of {config.block_size} tokens for its prompt of {prompt} "
-            f"and n {n}; the pool has {config.num_blocks}",
+            f"and {param} {n}; the pool has {config.num_blocks}",
             param="prompt",
         )
     return limit

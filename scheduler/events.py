@@ -98,3 +98,5 @@ class Finished(Event):
     error: str | None = None
     metrics: RequestMetrics | None = None
     """With `request_finished`."""
+    score: float | None = None
+    """Of a beam search's hypothesis."""

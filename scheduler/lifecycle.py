@@ -8,6 +8,8 @@ Owns the queues, the rows and what a transition does to blocks. When a transitio
 
 from __future__ import annotations
 
+from array import array
+
 from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
 from octavo.protos.types import FinishReason, Request
 from octavo.scheduler.config import SchedulerConfig
@@ -20,6 +22,7 @@ from octavo.scheduler.events import (
     PreemptionKind,
     Queued,
     Resumed,
+    TokensOut,
 )
 from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
@@ -102,6 +105,9 @@ class Lifecycle:
     def start_sequence(self, seq: Sequence, plan: PlanBuilder) -> None:
         seq.row = self._free_rows.pop()
         plan.add_sequence(seq)
+        if seq.num_uncomputed_tokens:
+            # They come again; until then the search must not go on without this beam's blocks.
+            seq.candidates = None
         recomputed = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
         seq.num_lost_tokens = 0
         seq.group.recomputed_tokens += recomputed
@@ -114,7 +120,7 @@ class Lifecycle:
     def fork(self, trunk: Sequence, plan: PlanBuilder, now: float) -> None:
         """All branches of a group sample their first token from the prompt's last logits, in this step."""
         group, index = trunk.group, len(plan.rows) - 1
-        for branch in range(1, group.request.params.n):
+        for branch in range(1, group.request.params.num_branches):
             child = Sequence(group, branch)
             child.row = self._free_rows.pop()
             self._kv.share_prefix(trunk, child, trunk.num_computed_tokens)
@@ -123,7 +129,99 @@ class Lifecycle:
             plan.sample(child, index)
             self.to_publish.append(child)
         group.forked = True
-        self.events.append(Forked(group.request.request_id, now, group.request.params.n))
+        self.events.append(Forked(group.request.request_id, now, group.request.params.num_branches))
+
+    # --- beams -----------------------------------------------------------------------------------------------
+
+    def advance_beams(self, group: SequenceGroup, now: float) -> None:
+        """Every beam has its candidates: fork those that go on more than once, drop those that do not, or end.
+
+        The worker hears of it with the next plan (`place_beam`). A group that has been parked meanwhile goes on as
+        well: what it holds in host blocks is shared like what it holds in device blocks.
+        """
+        assert group.beams is not None
+        beams, prompt = list(group.live), group.request.num_prompt_tokens
+        candidates = [beam.candidates for beam in beams if beam.candidates is not None]
+        steps = group.beams.advance(candidates, lambda index: beams[index].token_ids[prompt:])
+        if not steps:
+            if group.beams.finished:
+                self.finish_beams(group, None, now)
+            else:
+                self.finish_beams(group, FinishReason.ERROR, now, "no token can be sampled: every one is banned")
+            return
+        # Children are made before any of their parents gets its token.
+        first: dict[int, Sequence] = {}
+        live = []
+        for step in steps:
+            parent = beams[step.beam]
+            live.append(self._fork_beam(parent) if step.beam in first else parent)
+            first.setdefault(step.beam, parent)
+        for index, beam in enumerate(beams):
+            if index not in first:
+                self._drop(beam, publish=True)
+        group.live = live
+        size = self._config.block_size
+        for branch, (step, seq) in enumerate(zip(steps, live, strict=True)):
+            seq.branch = branch
+            seq.candidates = None
+            seq.parent_row = beams[step.beam].row
+            seq.token_ids.append(step.token)
+            seq.num_total_tokens += 1
+            seq.num_planned_outputs += 1
+            if seq.num_computed_tokens // size > seq.num_published_blocks:
+                self.to_publish.append(seq)
+
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.group, parent.branch)
+        child.token_ids = array("i", parent.token_ids)
+        child.num_total_tokens = parent.num_total_tokens
+        child.num_planned_outputs = parent.num_planned_outputs
+        self._kv.share_prefix(parent, child, parent.num_computed_tokens)
+        self._parking.share(parent, child)
+        return child
+
+    def place_beam(self, seq: Sequence, plan: PlanBuilder) -> None:
+        """Tell the worker where a beam goes on, before it runs in this plan."""
+        if seq.row is None:
+            seq.row = self._free_rows.pop()
+        plan.move_beam(seq)
+        seq.parent_row = None
+
+    def finish_beams(
+        self, group: SequenceGroup, reason: FinishReason | None, now: float, error: str | None = None
+    ) -> None:
+        """The search is over: its best hypotheses are the answer. With a `reason` it ends without one."""
+        assert group.beams is not None
+        request_id, n = group.request.request_id, group.request.params.n
+        for seq in list(group.live):
+            self._drop(seq, publish=error is None)
+            seq.finish_reason = reason or FinishReason.STOP
+        group.live = []
+        found = group.beams.finished[:n] if reason is None else []
+        if group.first_token_at is None and found:
+            group.first_token_at = now
+        metrics = group.metrics(now)
+        self._close(group, reason or found[0].reason)
+        for branch in range(len(found) or n):
+            hypothesis = found[branch] if found else None
+            if hypothesis is not None:
+                self.events.append(
+                    TokensOut(request_id, now, branch, 0, hypothesis.token_ids, hypothesis.logprobs)
+                )
+            last = branch == (len(found) or n) - 1
+            self.events.append(
+                Finished(
+                    request_id,
+                    now,
+                    branch,
+                    hypothesis.reason if hypothesis else reason or FinishReason.ERROR,
+                    request_finished=last,
+                    num_output_tokens=len(hypothesis.token_ids) if hypothesis else 0,
+                    error=error,
+                    metrics=metrics if last else None,
+                    score=hypothesis.score if hypothesis else None,
+                )
+            )
 
     # --- out of running, and back ----------------------------------------------------------------------------
 
@@ -137,6 +235,9 @@ class Lifecycle:
             self._parking.move_out(group, plan)
         for seq in group.live:
             seq.num_lost_tokens += seq.num_computed_tokens
+            seq.parent_row = None
+            if kind is PreemptionKind.RECOMPUTE:
+                seq.candidates = None
             self.drop_blocks(seq)
             if seq.row is not None:
                 plan.forget_row(seq.row)
@@ -179,25 +280,11 @@ class Lifecycle:
         group = seq.group
         assert seq.finish_reason is None
         seq.finish_reason = reason
-        if seq.row is not None and error is None:
-            # The last token may never be computed: the worker masks what was planned beyond it.
-            self._kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids) - 1))
-        self.drop_blocks(seq)
-        self._parking.forget(seq)
-        self._release_row(seq)
+        self._drop(seq, publish=error is None)
         group.live.remove(seq)
         done = not group.live
         if done:
-            queues = {
-                GroupState.RUNNING: self.running,
-                GroupState.WAITING: self.waiting,
-                GroupState.SWAPPED: self.swapped,
-            }
-            queues[group.state].remove(group)
-            group.move_to(GroupState.FINISHED)
-            del self.groups[group.request.request_id]
-            self.reserve.on_finish()
-            self._stats.on_finish(reason)
+            self._close(group, reason)
         self.events.append(
             Finished(
                 group.request.request_id,
@@ -210,6 +297,28 @@ class Lifecycle:
                 metrics=group.metrics(now) if done else None,
             )
         )
+
+    def _drop(self, seq: Sequence, *, publish: bool) -> None:
+        """Everything that a branch holds is free at once, its row with the next plan."""
+        if seq.row is not None and publish:
+            # The last token may never be computed: the worker masks what was planned beyond it.
+            self._kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids) - 1))
+        self.drop_blocks(seq)
+        self._parking.forget(seq)
+        self._release_row(seq)
+
+    def _close(self, group: SequenceGroup, reason: FinishReason) -> None:
+        """The group has no branch left."""
+        queues = {
+            GroupState.RUNNING: self.running,
+            GroupState.WAITING: self.waiting,
+            GroupState.SWAPPED: self.swapped,
+        }
+        queues[group.state].remove(group)
+        group.move_to(GroupState.FINISHED)
+        del self.groups[group.request.request_id]
+        self.reserve.on_finish()
+        self._stats.on_finish(reason)
 
     def drop_blocks(self, seq: Sequence) -> None:
         self._kv.release(seq)

@@ -101,6 +101,13 @@ class Parking:
                     self.host.acquire(host_block)
             seq.parked = ParkedBlocks(kept, host_blocks, seq.num_computed_tokens)
 
+    def share(self, source: Sequence, seq: Sequence) -> None:
+        """`seq` has been forked from a parked branch and holds the same host blocks."""
+        if source.parked is not None:
+            for host_block in source.parked.host_blocks:
+                self.host.acquire(host_block)
+            seq.parked = source.parked
+
     def forget(self, seq: Sequence) -> None:
         """The branch ended, or will be computed again: its host blocks are free."""
         if seq.parked is not None:

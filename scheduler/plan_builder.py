@@ -44,6 +44,7 @@ class PlanBuilder:
         self.sample_rows: list[int] = []
         self.sample_indices: list[int] = []
         self.samples: list[Sequence] = []
+        self.beam_moves: list[int] = []
         self.swaps_out: list[int] = []
         self.swaps_in: list[int] = []
         self.held_blocks: list[int] = []
@@ -94,6 +95,16 @@ class PlanBuilder:
         assert child.row is not None
         self.forks += (parent.row, child.row, child.branch)
 
+    def move_beam(self, seq: Sequence) -> None:
+        """The beam goes on from `seq.parent_row`, in its own row, with its last token."""
+        assert seq.row is not None
+        assert seq.parent_row is not None
+        self.beam_moves += (seq.parent_row, seq.row, seq.branch, seq.token_ids[-1])
+
+    def num_tokens_of(self, row: int) -> int:
+        """Tokens that this plan runs in `row` so far."""
+        return self.num_tokens[self.rows.index(row)] if row in self.rows else 0
+
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
         """Run the next `num_tokens` of `seq`; where that is all it has, sample its next token."""
         assert seq.row is not None
@@ -127,6 +138,7 @@ class PlanBuilder:
             swaps_out=_int32(self.swaps_out, 2),
             swaps_in=_int32(self.swaps_in, 2),
             new_sequences=tuple(self.new_sequences),
+            beam_moves=_int32(self.beam_moves, 4),
             block_updates=_int32(self.block_updates, 3),
             forks=_int32(self.forks, 3),
             block_copies=_int32(self.block_copies, 2),

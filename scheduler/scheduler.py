@@ -71,9 +71,11 @@ class Scheduler:
         return [] if group is None else self._end(list(group.live), reason, now)
 
     def abort_branch(self, request_id: str, branch: int, now: float) -> list[Event]:
-        """End one branch with reason STOP (a stop string was found in its text); the others go on."""
+        """End one branch with reason STOP (a stop string was found in its text); the others go on.
+
+        Beams have no text before their search is over: nothing happens."""
         group = self._life.groups.get(request_id)
-        if group is None:
+        if group is None or group.beams is not None:
             return []
         # Before the prompt has forked its first branch stands for all.
         ended = [seq for seq in group.live if seq.branch == branch or not group.forked]
@@ -82,8 +84,11 @@ class Scheduler:
     def _end(self, sequences: list[Sequence], reason: FinishReason, now: float) -> list[Event]:
         """End branches between two commits; what the plans have caused so far waits for the next commit."""
         kept = self._life.take_events()
-        for seq in sequences:
-            self._life.finish(seq, reason, now)
+        if sequences and sequences[0].group.beams is not None:
+            self._life.finish_beams(sequences[0].group, reason, now)
+        else:
+            for seq in sequences:
+                self._life.finish(seq, reason, now)
         events, self._life.events = self._life.take_events(), kept
         return events
 
@@ -148,6 +153,7 @@ class Scheduler:
         errors = dict(result.row_errors)
         logprobs = result.logprobs
         size = self.config.block_size
+        beams_done: list[SequenceGroup] = []
         for index, (seq, token) in enumerate(zip(record.samples, result.token_ids.tolist(), strict=True)):
             seq.num_pending -= 1
             if seq.finish_reason is not None:
@@ -155,8 +161,19 @@ class Scheduler:
             group = seq.group
             if token == MASKED_TOKEN:
                 message = errors.get(index, "the worker had ended a branch that the scheduler had not")
+                if group.beams is not None:
+                    self._life.finish_beams(group, FinishReason.ERROR, now, message)
+                    continue
                 for branch in list(group.live):
                     self._life.finish(branch, FinishReason.ERROR, now, message)
+                continue
+            if group.beams is not None:
+                # Not a token: the likeliest ones. The search goes on when all beams have theirs.
+                seq.num_total_tokens -= 1
+                seq.num_planned_outputs -= 1
+                seq.candidates = logprobs[index]
+                if all(beam.candidates is not None for beam in group.live):
+                    beams_done.append(group)
                 continue
             offset = seq.num_planned_outputs - seq.num_pending - 1
             seq.token_ids.append(token)
@@ -176,6 +193,8 @@ class Scheduler:
                 and min(seq.num_computed_tokens, len(seq.token_ids)) // size > seq.num_published_blocks
             ):
                 self._life.to_publish.append(seq)
+        for group in beams_done:
+            self._life.advance_beams(group, now)
         self.stats.on_commit(record, result)
         # What blocks took to the host and back is priced by its own rate, and is no property of tokens.
         compute_seconds = result.step_seconds - result.parts_seconds.get("swap", 0.0)
@@ -267,8 +286,9 @@ class Scheduler:
         prefills: list[Sequence] = []
         for group in self._life.running:
             max_tokens = group.max_tokens
-            for seq in group.live:
-                if seq.row is None or seq.num_planned_outputs >= max_tokens:
+            # A search goes on once its candidates are in; all others count on a sample that is under way.
+            for seq in group.live if group.beams is None else group.ready_beams():
+                if seq.num_planned_outputs >= max_tokens or (seq.row is None and seq.parent_row is None):
                     continue
                 if seq.num_total_tokens - seq.num_computed_tokens == 1 and group.forked:
                     decodes.append(seq)
@@ -283,12 +303,14 @@ class Scheduler:
             # One request alone always fits: admission saw to it, and the parked hold nothing here.
             self._preempt(plan)
             parked = True
-            decodes = [seq for seq in decodes if seq.row is not None]
+            decodes = [seq for seq in decodes if seq.group.state is GroupState.RUNNING]
         return parked
 
     def _plan_decodes(self, decodes: list[Sequence], plan: PlanBuilder, budget: TokenBudget) -> None:
         size = self.config.block_size
         for seq in decodes:
+            if seq.parent_row is not None:
+                self._life.place_beam(seq, plan)
             if seq.tail_shared or seq.num_computed_tokens % size == 0:
                 self.kv.grow(seq, 1, plan)
             plan.schedule(seq, 1)

@@ -10,7 +10,8 @@ import enum
 from array import array
 from dataclasses import dataclass
 
-from octavo.protos.types import FinishReason, Request, RequestMetrics
+from octavo.protos.types import FinishReason, Request, RequestMetrics, TokenLogprobs
+from octavo.scheduler.beam_search import BeamSearch
 from octavo.scheduler.prefix_tree import RootKey
 
 
@@ -50,6 +51,7 @@ class Sequence:
     __slots__ = (
         "block_table",
         "branch",
+        "candidates",
         "finish_reason",
         "group",
         "num_computed_tokens",
@@ -58,6 +60,7 @@ class Sequence:
         "num_planned_outputs",
         "num_published_blocks",
         "num_total_tokens",
+        "parent_row",
         "parked",
         "row",
         "tail_shared",
@@ -88,6 +91,11 @@ class Sequence:
         self.tail_shared = False
         """A branch point: look before writing into the last block."""
         self.finish_reason: FinishReason | None = None
+        self.candidates: TokenLogprobs | None = None
+        """Of a beam: its likeliest next tokens, until the other beams have theirs and the search can go on."""
+        self.parent_row: int | None = None
+        """Of a beam that got its last token by a step of the search: the row that it goes on from, to be told to the
+        worker with the next plan."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -106,6 +114,7 @@ class SequenceGroup:
         "admitted_at",
         "arrival_number",
         "arrived_at",
+        "beams",
         "cached_tokens",
         "first_token_at",
         "forked",
@@ -128,8 +137,10 @@ class SequenceGroup:
         self.state = GroupState.WAITING
         self.live: list[Sequence] = [Sequence(self, 0)]
         """Branches that have not ended, by branch number."""
-        self.forked = request.params.n == 1
-        """All branches exist."""
+        self.beams = BeamSearch(request, max_tokens) if request.params.beam_width else None
+        """The branches are the beams of a search: forked and dropped step by step."""
+        self.forked = request.params.num_branches == 1 or self.beams is not None
+        """No branches are to be made at the end of the prompt."""
         self.root_key: RootKey = (request.cache_salt, request.adapter)
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -146,10 +157,16 @@ class SequenceGroup:
         """First come, first served within a priority. Arrival numbers are unique, so this never ties."""
         return (self.request.priority, self.arrival_number)
 
+    def ready_beams(self) -> list[Sequence]:
+        """Beams with a token to run: neither under way nor waiting for the others."""
+        return [seq for seq in self.live if not seq.num_pending and seq.candidates is None]
+
     @property
     def num_branches(self) -> int:
         """Rows that this group needs while it runs."""
-        return len(self.live) if self.forked else self.request.params.n
+        if self.forked and self.beams is None:
+            return len(self.live)
+        return self.request.params.num_branches
 
     def move_to(self, state: GroupState) -> None:
         assert (self.state, state) in _TRANSITIONS, f"{self.state} -> {state}"

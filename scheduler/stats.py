@@ -27,6 +27,8 @@ class SchedulerStats:
         self.recomputed_tokens = 0
         self.preemptions = dict.fromkeys(PreemptionKind, 0)
         self.finished = dict.fromkeys(FinishReason, 0)
+        self.block_steps = 0
+        """Blocks in use, summed over steps."""
         self.peak_blocks = 0
         self.peak_wasted_slots = 0
 
@@ -34,6 +36,7 @@ class SchedulerStats:
         self.steps += 1
         self.scheduled_tokens += record.num_tokens
         self.max_step_tokens = max(self.max_step_tokens, record.num_tokens)
+        self.block_steps += kv.pool.num_used
         if kv.pool.num_used > self.peak_blocks:
             self.peak_blocks = kv.pool.num_used
             self.peak_wasted_slots = kv.num_wasted_slots(seq for group in running for seq in group.live)
@@ -84,6 +87,7 @@ class SchedulerStats:
             "step_seconds": self.step_seconds,
             "cache_hit_tokens": self.cached_tokens,
             "cache_query_tokens": self.query_tokens,
+            "block_steps": self.block_steps,
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": {kind.value: count for kind, count in self.preemptions.items()},
             "finished": {reason.value: count for reason, count in self.finished.items()},

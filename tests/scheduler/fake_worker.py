@@ -12,10 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from octavo.protos.types import MASKED_TOKEN, Request, StepPlan, StepResult, finish_reason
+from octavo.protos.types import (
+    MASKED_TOKEN,
+    FinishReason,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    finish_reason,
+)
 
 VOCAB_SIZE = 1000
 EMPTY = -7
+BEAM_VOCAB = 48
+"""Tokens that are possible at all after a given context, for beams."""
 
 
 def next_token(context: list[int], seed: int, branch: int) -> int:
@@ -32,6 +42,48 @@ def expected_tokens(request: Request, branch: int, max_tokens: int) -> list[int]
         output.append(token)
         if finish_reason(request, len(output), token, max_tokens):
             return output
+
+
+def beam_logprobs(context: list[int]) -> list[tuple[float, int]]:
+    """(log-probability, token) of all tokens that may follow, likeliest first, no two alike: a function of the
+    context alone."""
+    code = xxhash.xxh32_intdigest(np.asarray(context, np.int32).tobytes())
+    found = [
+        (-((code * (2 * i + 1)) % 9973) / 2000 - i * 1e-7, (code + i * 37) % VOCAB_SIZE) for i in range(BEAM_VOCAB)
+    ]
+    return sorted(found, reverse=True)
+
+
+def expected_beams(request: Request, max_tokens: int) -> list[tuple[list[int], float, FinishReason]]:
+    """The `n` best (tokens, score, reason) of a plain beam search, over whole lists and with no sharing."""
+    params = request.params
+    width = params.beam_width
+    stops = request.stop_ids
+    keep = max(2, 1 + len(stops)) * width
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[list[int], float, FinishReason]] = []
+    for length in range(1, max_tokens + 1):
+        steps = []
+        for rank, (total, output) in enumerate(running):
+            for logprob, token in beam_logprobs([*request.prompt_token_ids.tolist(), *output]):
+                if not (token in stops and length <= params.min_tokens):
+                    steps.append((-(total + logprob), rank, token, [*output, token]))
+        steps = sorted(steps)[:keep]
+        for cost, _, token, output in steps[:width]:
+            if token in stops or length == max_tokens:
+                reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
+                finished.append((output, -cost / length**params.length_penalty, reason))
+        finished = sorted(finished, key=lambda entry: -entry[1])[:width]
+        running = [(-cost, output) for cost, _, token, output in steps if token not in stops][:width]
+        if length == max_tokens:
+            break
+        if len(finished) == width:
+            if params.early_stopping is True:
+                break
+            reach = max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+            if running[0][0] / reach**params.length_penalty <= finished[-1][1]:
+                break
+    return finished[: params.n]
 
 
 @dataclass
@@ -74,6 +126,22 @@ class FakeWorker:
             self.rows[new.row] = Row(
                 new.request, new.branch, new.max_tokens, tokens, new.num_computed_tokens, []
             )
+        assert len(set(plan.beam_moves[:, 1].tolist())) == len(plan.beam_moves)
+        parents = {parent: self.rows[parent] for parent in plan.beam_moves[:, 0].tolist()}
+        children = {}
+        for parent, row, branch, token in plan.beam_moves.tolist():
+            source = parents[parent]
+            assert row == parent or row not in self.rows
+            assert source.num_computed == len(source.tokens), "a beam goes on before it has candidates"
+            children[row] = Row(
+                source.request,
+                branch,
+                source.max_tokens,
+                [*source.tokens, token],
+                source.num_computed,
+                list(source.table),
+            )
+        self.rows.update(children)
         for row, index, block in plan.block_updates.tolist():
             table = self.rows[row].table
             assert index <= len(table)
@@ -116,10 +184,12 @@ class FakeWorker:
             self.rows[child].num_computed = self.rows[parent].num_computed
         sampled = []
         errors = []
+        logprobs: list[TokenLogprobs | None] = []
         for number, (row, index) in enumerate(
             zip(plan.sample_rows.tolist(), plan.sample_indices.tolist(), strict=True)
         ):
             source, state = self.rows[int(plan.rows[index])], self.rows[row]
+            logprobs.append(None)
             if state.ended:
                 sampled.append(MASKED_TOKEN)
                 continue
@@ -130,6 +200,11 @@ class FakeWorker:
                 continue
             context = self.read(source)
             assert context == source.tokens[: source.num_computed], "the KV read back is not what was written"
+            if count := state.request.num_beam_candidates:
+                tops = beam_logprobs(context)[:count]
+                logprobs[-1] = TokenLogprobs(tops[0][0], tuple(t for _, t in tops), tuple(p for p, _ in tops))
+                sampled.append(tops[0][1])
+                continue
             token = next_token(context, state.request.seed, state.branch)
             state.tokens.append(token)
             output = len(state.tokens) - state.request.num_prompt_tokens
@@ -139,6 +214,7 @@ class FakeWorker:
             step_id=plan.step_id,
             epoch=plan.epoch,
             token_ids=np.asarray(sampled, np.int32),
+            logprobs=tuple(logprobs) if any(logprobs) else (),
             row_errors=tuple(errors),
             step_seconds=seconds,
         )

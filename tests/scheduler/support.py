@@ -14,7 +14,7 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event, Finished, TokensOut
 from octavo.scheduler.scheduler import Scheduler
 
-from .fake_worker import FakeWorker, expected_tokens
+from .fake_worker import FakeWorker, expected_beams, expected_tokens
 
 
 def make_request(
@@ -132,6 +132,9 @@ class Harness:
         for name, request in self.requests.items():
             ends = self.ends[name]
             assert [end.request_finished for end in ends].count(True) == 1
+            if request.params.beam_width:
+                self.check_beams(name)
+                continue
             for end in ends:
                 want = expected_tokens(request, end.branch, self.limits[name])
                 got = self.tokens[name, end.branch]
@@ -144,6 +147,18 @@ class Harness:
                     assert got == want, f"{name}/{end.branch}"
                 else:
                     assert got == want[: len(got)]
+
+    def check_beams(self, name: str) -> None:
+        ends, request = self.ends[name], self.requests[name]
+        assert [end.branch for end in ends] == list(range(request.params.n))
+        got = [(self.tokens[name, end.branch], end.score, end.reason) for end in ends]
+        if ends[0].score is None:
+            assert all(not tokens and reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.STOP)
+                       for tokens, _, reason in got)
+            return
+        for (tokens, score, reason), want in zip(got, expected_beams(request, self.limits[name]), strict=True):
+            assert (tokens, reason) == (want[0], want[2])
+            assert abs(score - want[1]) < 1e-9
 
     def count(self, kind: type[Event]) -> int:
         return sum(isinstance(event, kind) for event in self.events)
