@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
@@ -66,6 +67,14 @@ class Backend(Protocol):
         Nothing happens before the first `__anext__`, which raises an `OctavoError` when the request is refused.
         A delta with an `error` ends the request. `aclose()`, or cancelling a pending `__anext__`, before the end
         aborts it and frees its blocks; after the end neither does anything.
+        """
+        ...
+
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Where one branch of an unfinished request stands, whoever submitted it.
+
+        Raises `NotFoundError` (param "request_id") for one that does not run, `InvalidRequestError` (param "branch")
+        for a branch that has ended, is none, or belongs to a beam search.
         """
         ...
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.protos.errors import (
     ConfigError,
@@ -230,6 +231,16 @@ class CoordinatorCore:
         prompt = request.prompt_token_ids
         if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
             raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size - 1}]", param="prompt")
+
+    def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Where one branch of an unfinished request stands, for any ingress: who knows an id may go on from it.
+
+        Raises `NotFoundError` and `InvalidRequestError` as `Backend.tokens`.
+        """
+        entry = self._open.get(request_id)
+        if entry is None:
+            raise not_running(request_id)
+        return entry.link.tokens(request_id, branch)
 
     def abort(self, request_id: str, sink: IngressSink) -> None:
         """End a request of `sink` without a reply. One that has ended, or is another's, is left alone."""

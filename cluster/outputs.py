@@ -41,3 +41,5 @@ class RequestOutput:
     """Over HTTP, empty when the server does not know `return_token_ids`."""
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    forked_at: int | None = None
+    """Of a fork: output tokens of its parent that the prompt ends with."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.cluster.deltas import deltas_of
+from octavo.cluster.forking import TokensSoFar, parent_of
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
@@ -130,6 +131,10 @@ class WorkerLink:
         events = self.scheduler.abort_branch(request_id, branch, self._clock())
         self._wake.set()
         return deltas_of(events)
+
+    def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Raises as `forking.parent_of`."""
+        return TokensSoFar.of(*parent_of(self.scheduler, request_id, branch))
 
     def fail_all(self, error: OctavoError) -> list[OutputDelta]:
         """End every unfinished request with `error`. Their last deltas."""

@@ -80,8 +80,14 @@ class Generation:
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, requests: Sequence[Request], metrics: HttpMetrics
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        metrics: HttpMetrics,
+        context: Sequence[int] = (),
     ) -> None:
+        """`context`: see `BranchText`."""
         self.requests = tuple(requests)
         self._backend = backend
         self._metrics = metrics
@@ -90,7 +96,7 @@ class Generation:
             count = num_branches_told(request.params)
             first = number * count
             self._branches.append(
-                [_Branch(first + i, BranchText(tokenizer, request.params)) for i in range(count)]
+                [_Branch(first + i, BranchText(tokenizer, request.params, context)) for i in range(count)]
             )
         self._request_metrics: list[RequestMetrics | None] = [None] * len(requests)
         self._pending: dict[int, Update] = {}

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.cluster.forking import TokensSoFar
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.messages import normalise_messages
-from octavo.cluster.openai.schemas import Call, ChatCall, CompletionCall
+from octavo.cluster.openai.schemas import Call, ChatCall, CompletionCall, ForkCall
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.protos.types import Int32Array, ModelInfo, Request, SamplingParams, checked_prompt_ids
@@ -138,6 +139,17 @@ def build_requests(
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def fork_request(call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig) -> Request:
+    """A request that goes on from where `parent` stands, under its salt and adapter whatever `call` says.
+
+    Raises as `build_requests`.
+    """
+    (request,) = build_requests(
+        call, [Prompt(parent.token_ids)], model, config, prefix="cmpl", param="request_id"
+    )
+    return replace(request, cache_salt=parent.cache_salt, adapter=parent.adapter, fork_of=call.request_id)
 
 
 def _seed(params: SamplingParams) -> int:

@@ -7,7 +7,7 @@ of sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -60,7 +60,9 @@ class JsonRenderer:
         *,
         call_id: str,
         model_name: str,
+        extensions: Mapping[str, Any] | None = None,
     ) -> None:
+        """`extensions`: fields of ours that every object carries."""
         self._shape = shape
         self._call = call
         self._prompts = prompts
@@ -73,6 +75,7 @@ class JsonRenderer:
             "created": int(time.time()),
             "model": model_name,
             "system_fingerprint": FINGERPRINT,
+            **(extensions or {}),
         }
         # A stream repeats the frame in every event, so it is written once; only choices differ.
         self._chunk_head = orjson.dumps(self._frame)[:-1] + b',"choices":['

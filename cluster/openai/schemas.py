@@ -16,7 +16,7 @@ from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import UnsupportedParameterError
 from octavo.protos.errors import InvalidRequestError
-from octavo.protos.types import MAX_LOGPROBS, SamplingParams
+from octavo.protos.types import MAX_LOGPROBS, MAX_N, SamplingParams
 
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat goes on to the model's limit."""
@@ -68,6 +68,13 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
 """Known, not served: field to the values that ask for nothing and so are let through."""
 
 _UNSUPPORTED_COMPLETIONS: dict[str, Collection[Any]] = {**_UNSUPPORTED, "suffix": ("",)}
+
+_UNSUPPORTED_FORK: dict[str, Collection[Any]] = {
+    **_UNSUPPORTED_COMPLETIONS,
+    "prompt": (),
+    "messages": (),
+    "echo": (False,),
+}
 
 _UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
     **_UNSUPPORTED,
@@ -137,26 +144,52 @@ class ChatCall(Call):
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkCall(Call):
+    request_id: str
+    """Of the parent."""
+    branch: int
+
+
 def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
     """Raises `InvalidRequestError` naming the field."""
     if "prompt" not in body:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
     body.refuse(_UNSUPPORTED_COMPLETIONS)
-    sampling = _sampling(body, config)
-    explicit = "max_tokens" in body
-    sampling["max_tokens"] = body.any("max_tokens") if explicit else COMPLETIONS_MAX_TOKENS
-    if "logprobs" in body:
-        sampling["logprobs"] = body.any("logprobs")
+    params = _completion_params(body, config)
     echo = body.flag("echo")
     if echo and "logprobs" in body:
         raise UnsupportedParameterError(
             "logprobs", "of the prompt (with echo) is not supported by this server"
         )
-    params = SamplingParams(**sampling)
     return CompletionCall(
-        **_common(body, params, explicit), prompt=prompt, echo=echo, add_special_tokens=_special(body, True)
+        **_common(body, params, "max_tokens" in body),
+        prompt=prompt,
+        echo=echo,
+        add_special_tokens=_special(body, True),
     )
+
+
+def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
+    """Raises `InvalidRequestError` naming the field."""
+    request_id = body.text("request_id")
+    if not request_id:
+        raise InvalidRequestError("request_id is missing", param="request_id")
+    if "cache_salt" in body:
+        raise UnsupportedParameterError("cache_salt", "cannot be chosen: a fork has its parent's")
+    body.refuse(_UNSUPPORTED_FORK)
+    params = _completion_params(body, config)
+    branch = body.integer("branch", 0, 0, MAX_N - 1)
+    return ForkCall(**_common(body, params, "max_tokens" in body), request_id=request_id, branch=branch)
+
+
+def _completion_params(body: Body, config: HttpConfig) -> SamplingParams:
+    sampling = _sampling(body, config)
+    sampling["max_tokens"] = body.any("max_tokens") if "max_tokens" in body else COMPLETIONS_MAX_TOKENS
+    if "logprobs" in body:
+        sampling["logprobs"] = body.any("logprobs")
+    return SamplingParams(**sampling)
 
 
 def parse_chat(body: Body, config: HttpConfig) -> ChatCall:

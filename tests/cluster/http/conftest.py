@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ class ScriptedBackend:
         self.finished: list[str] = []
         self.stopped: list[tuple[str, int]] = []
         """(request id, branch) of the calls of `stop_branch`."""
+        self.running: dict[tuple[str, int], TokensSoFar] = {}
+        """What `tokens` gives."""
         self.logprob: Callable[[int], float] = lambda branch: -0.5
         """Of every token of a branch."""
 
@@ -66,6 +69,11 @@ class ScriptedBackend:
         finally:
             if request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
+
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        if (request_id, branch) not in self.running:
+            raise not_running(request_id)
+        return self.running[request_id, branch]
 
     def stop_branch(self, request_id: str, branch: int) -> None:
         self.stopped.append((request_id, branch))
