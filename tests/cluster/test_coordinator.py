@@ -18,6 +18,7 @@ from octavo.protos import coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     ConfigError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     RequestTooLargeError,
     UnavailableError,
@@ -147,6 +148,43 @@ def test_a_branch_that_is_stopped_computes_no_more_and_its_sibling_goes_on():
             }  # fmt: skip
             # Nothing is unfinished, and nothing happens.
             backend.stop_branch("a", 1)
+
+    run(test())
+
+
+def test_a_fork_goes_on_from_what_its_parent_has_through_any_ingress():
+    async def test():
+        async with Cluster(2, step_seconds=0.002) as cluster:
+            backend, other = await cluster.backend(), await cluster.backend()
+            parent = replace(make_request("parent", max_tokens=100, n=2), cache_salt="tenant")
+            stream = backend.submit(parent)
+            outputs = []
+            async for delta in stream:
+                if delta.branch == 1:
+                    outputs += delta.token_ids
+                if len(outputs) >= 10:
+                    break
+            found = await other.tokens("parent", 1)
+            assert found.token_ids.tolist() == [
+                *parent.prompt_token_ids, *expected(parent, 1)[: found.num_output_tokens]
+            ]  # fmt: skip
+            assert found.num_output_tokens >= 10
+            assert (found.num_prompt_tokens, found.cache_salt, found.adapter) == (5, "tenant", "")
+            fork = replace(
+                make_request("fork", found.token_ids.tolist(), max_tokens=20),
+                cache_salt=found.cache_salt,
+                fork_of="parent",
+            )
+            assert await collect(other, fork) == {0: expected(fork)}
+            with pytest.raises(InvalidRequestError) as caught:
+                await backend.tokens("parent", 2)
+            assert caught.value.param == "branch"
+            for ended in ("fork", "never"):
+                with pytest.raises(NotFoundError) as unknown:
+                    await backend.tokens(ended, 0)
+                assert unknown.value.param == "request_id"
+            await stream.aclose()
+            await cluster.idle()
 
     run(test())
 
