@@ -16,6 +16,9 @@ COUNTERS = (
     "cache_hit_tokens",
     "cache_query_tokens",
     "recomputed_tokens",
+    "block_steps",
+    "blocks_demoted",
+    "blocks_promoted",
     "preemptions",
     "finished",
 )
@@ -30,6 +33,7 @@ GAUGES = (
     "blocks_free",
     "host_blocks_total",
     "host_blocks_used",
+    "host_blocks_cached",
 )
 """Of the workers that serve now; they add up."""
 MAXIMA = ("block_size", "max_step_tokens", "waste", "peak_blocks", "peak_wasted_slots", "peak_waste")

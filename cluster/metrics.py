@@ -28,6 +28,9 @@ BACKEND_COUNTERS = {
     "cache_hit_tokens": ("octavo_prefix_cache_hit_tokens", "Prompt tokens whose KV was found."),
     "cache_query_tokens": ("octavo_prompt_tokens", "Prompt tokens of admitted requests."),
     "recomputed_tokens": ("octavo_recomputed_tokens", "Tokens computed again because of preemption."),
+    "block_steps": ("octavo_kv_block_steps", "KV blocks in use, summed over steps."),
+    "blocks_demoted": ("octavo_kv_blocks_demoted", "Cached blocks that moved from the device to the host."),
+    "blocks_promoted": ("octavo_kv_blocks_promoted", "Cached blocks that were loaded from the host again."),
     "preemptions": ("octavo_preemptions", "Requests parked, by kind."),
     "finished": ("octavo_requests_finished", "Requests that ended, by reason."),
 }
@@ -43,6 +46,7 @@ BACKEND_GAUGES = {
     "blocks_free": ("octavo_kv_blocks_free", "KV blocks with nothing in them."),
     "host_blocks_total": ("octavo_host_kv_blocks", "KV blocks of the swap space in host memory."),
     "host_blocks_used": ("octavo_host_kv_blocks_used", "Host blocks that swapped requests hold."),
+    "host_blocks_cached": ("octavo_host_kv_blocks_cached", "Host blocks kept for their prefix, free to take."),
     "block_size": ("octavo_kv_block_size_tokens", "Tokens a block."),
     "max_step_tokens": ("octavo_step_tokens_max", "Most tokens of any step so far."),
     "peak_blocks": ("octavo_kv_blocks_used_max", "Most blocks in use so far."),

@@ -147,7 +147,8 @@ class SamplingParams:
         put("length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise InvalidRequestError(
-                f'early_stopping must be true, false or "never", got {self.early_stopping!r}', param="early_stopping"
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}',
+                param="early_stopping",
             )
         if self.best_of is not None:
             put("best_of", _integer("best_of", self.best_of, self.n, MAX_N))
@@ -165,7 +166,7 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"n must be at most beam_width ({self.beam_width}), got {self.n}", param="n"
             )
-        neutral = {
+        neutral: dict[str, tuple[Any, ...]] = {
             "best_of": (None,),
             "temperature": (0.0, 1.0),
             "top_p": (1.0,),

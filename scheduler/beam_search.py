@@ -116,4 +116,5 @@ class BeamSearch:
         # A positive penalty favours length, so the most that a beam can reach is at the limit.
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = self._max_tokens
-        return best_logprob / length**params.length_penalty <= self.finished[-1].score
+        reachable: float = best_logprob / length**params.length_penalty
+        return reachable <= self.finished[-1].score

@@ -113,6 +113,13 @@ class BlockPool:
             self.num_cached_free -= self._is_cached(block)
         self._ref_counts[block] += 1
 
+    def uncache(self, block: int) -> None:
+        """The content is of no use any more; call before `is_cached` says so."""
+        if self._ref_counts[block] == 0:
+            self.num_cached_free -= 1
+            self._free.remove(block)
+            self._free.appendleft(block)
+
     def release(self, blocks: Iterable[int]) -> int:
         """Drop one reference of each, last block first, and return how many became free.
 

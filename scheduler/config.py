@@ -33,6 +33,9 @@ class SchedulerConfig:
     """All layers, K and V; what swapping a block moves."""
     host_link_bytes_per_second: float = 0.0
     """Measured by the worker at start; 0: unknown, and `auto` then never swaps."""
+    host_tier: bool = True
+    """Blocks of prefixes that leave the device go to host blocks that no parked request needs, where loading them
+    again is sooner than computing them."""
     prefix_cache: bool = True
     itl_target: float | None = None
     """Seconds a step may take; the budget of each step follows from it through the StepTimeModel."""

@@ -6,14 +6,14 @@ must know into the plan under construction. Knows nothing of queues, budgets or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from octavo.protos.errors import IntegrityError
 from octavo.protos.types import Request
 from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.plan_builder import PlanBuilder
-from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree, RootKey
+from octavo.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree, RootKey, common_tokens
 from octavo.scheduler.sequence import Sequence, SequenceGroup
 
 
@@ -28,18 +28,47 @@ class PrefixHit:
     blocks: list[int]
     tail_block: int | None = None
     num_tokens: int = 0
+    num_published_blocks: int | None = None
+    """Leading `blocks` that stand in the tree; None: all."""
+    host_blocks: tuple[int, ...] = ()
+    """Behind `blocks`: whole blocks of the prefix that are in host memory and would be loaded."""
+    tail_host_block: int | None = None
+    """Instead of `tail_block`: a block in host memory, loaded for its beginning."""
 
 
 class KVManager:
     """Block tables of all sequences of one worker."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool,
+        num_host_blocks: int = 0,
+        loading_pays: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`loading_pays()`: whether a block is loaded from the host sooner than computed; else none is kept there."""
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.num_blocks_demoted = 0
+        """Evicted blocks of prefixes that moved to the host."""
+        self.num_blocks_promoted = 0
+        """Of these, loaded again."""
         self.min_tail_tokens = max(1, block_size // 4)
         """A part of a block is worth a copy from here on; every chat template shares its first token or two."""
-        self.tree = PrefixTree(num_blocks, block_size)
-        self.pool = BlockPool(num_blocks, is_cached=self.tree.__contains__, on_evict=self.tree.evict)
+        self.tree = PrefixTree(num_blocks, block_size, num_host_blocks=num_host_blocks)
+        self.pool = BlockPool(num_blocks, is_cached=self.tree.__contains__, on_evict=self._leave_device)
+        self.host = BlockPool(
+            num_host_blocks,
+            is_cached=lambda block: num_blocks + block in self.tree,
+            on_evict=lambda block: self.tree.evict(num_blocks + block),
+        )
+        """Host blocks: of parked requests, referenced; of prefixes, free and cached, so that they give way."""
+        self._loading_pays = loading_pays
+        self._plan: PlanBuilder | None = None
+        self._arriving: set[int] = set()
+        """Host blocks that the plan under construction writes; only a later one can read them."""
 
     @property
     def num_free(self) -> int:
@@ -57,13 +86,57 @@ class KVManager:
     def find(self, root_key: RootKey, tokens: bytes) -> PrefixHit:
         """As `find_prefix`, for a key and tokens. Changes nothing."""
         limit = len(tokens) // TOKEN_BYTES - 1
-        blocks = self.tree.match(root_key, tokens, limit // self.block_size)
-        start = len(blocks) * self.block_size
+        matched = self.tree.match(root_key, tokens, limit // self.block_size)
+        blocks, host_blocks = self._by_tier(matched)
+        start = (len(blocks) + len(host_blocks)) * self.block_size
+        hit = PrefixHit(blocks, num_tokens=start, host_blocks=host_blocks)
+        if start < len(matched) * self.block_size:
+            return hit
         rest = tokens[start * TOKEN_BYTES : min(limit, start + self.block_size - 1) * TOKEN_BYTES]
-        inside = self.tree.match_inside(root_key, blocks[-1] if blocks else None, rest)
+        inside = self.tree.match_inside(root_key, matched[-1] if matched else None, rest)
         if inside is None or inside[1] < self.min_tail_tokens:
-            return PrefixHit(blocks, num_tokens=start)
-        return PrefixHit(blocks, tail_block=inside[0], num_tokens=start + inside[1])
+            return hit
+        block, host_block = self._by_tier([inside[0]])
+        if block:
+            return replace(hit, tail_block=block[0], num_tokens=start + inside[1])
+        if host_block:
+            return replace(hit, tail_host_block=host_block[0], num_tokens=start + inside[1])
+        return hit
+
+    def match(self, root_key: RootKey, tokens: bytes, max_blocks: int) -> list[int]:
+        """Whole blocks of a known prefix that are on the device."""
+        return self._by_tier(self.tree.match(root_key, tokens, max_blocks))[0]
+
+    def _by_tier(self, matched: list[int]) -> tuple[list[int], tuple[int, ...]]:
+        """A path's blocks on the device, and the host blocks behind them that a plan can load."""
+        first_host = self.pool.num_blocks
+        if not matched or matched[-1] < first_host:
+            return matched, ()
+        on_device = [block for block in matched if block < first_host]
+        host_blocks: list[int] = []
+        for block in matched[len(on_device) :]:
+            if block - first_host in self._arriving:
+                break
+            host_blocks.append(block - first_host)
+        return on_device, tuple(host_blocks) if self._loading_pays() else ()
+
+    def find_in(self, source: Sequence, num_computed_tokens: int, tokens: bytes) -> PrefixHit:
+        """As `find_prefix`, in the table of a running branch of which plans before this one have computed so many
+        tokens: what it has that the tree has not, its last block above all, is shared too."""
+        have = source.token_ids[:num_computed_tokens].tobytes()
+        limit = len(tokens) // TOKEN_BYTES - 1
+        shared = min(limit, common_tokens(have, tokens))
+        full, rest = divmod(shared, self.block_size)
+        return PrefixHit(
+            source.block_table[:full],
+            tail_block=source.block_table[full] if rest else None,
+            num_tokens=shared,
+            num_published_blocks=source.num_published_blocks,
+        )
+
+    def without_tail(self, hit: PrefixHit) -> PrefixHit:
+        """Only its whole blocks."""
+        return replace(hit, tail_block=None, num_tokens=len(hit.blocks) * self.block_size)
 
     def num_blocks_to_admit(self, seq: Sequence, hit: PrefixHit) -> int:
         """Free blocks that starting `seq` on `hit` takes: those to compute, and cached free ones to revive."""
@@ -75,15 +148,57 @@ class KVManager:
         )
 
     def attach_prefix(self, seq: Sequence, hit: PrefixHit, plan: PlanBuilder) -> None:
-        """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied."""
+        """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied.
+
+        What is in host memory is loaded before anything of the step that the plan is for."""
+        for host_block in (*hit.host_blocks, hit.tail_host_block):
+            if host_block is not None:
+                # Held until the plan is complete: nothing may be swapped out over it.
+                self.host.acquire(host_block)
+                plan.held_host_blocks.append(host_block)
         self.attach_blocks(seq, hit.blocks)
+        if hit.num_published_blocks is not None:
+            seq.num_published_blocks = min(seq.num_published_blocks, hit.num_published_blocks)
         seq.num_computed_tokens = hit.num_tokens
         if hit.tail_block is not None:
             # Held until the plan is complete: nobody may be given, and write, the source of a copy in it.
             self.pool.acquire(hit.tail_block)
             plan.held_blocks.append(hit.tail_block)
+        for host_block in hit.host_blocks:
+            seq.block_table.append(self._load(host_block, plan))
+            self.tree.replace(self.pool.num_blocks + host_block, seq.block_table[-1])
+            seq.num_published_blocks += 1
+            self.num_blocks_promoted += 1
+        if hit.tail_host_block is not None:
+            seq.block_table.append(self._load(hit.tail_host_block, plan))
+        elif hit.tail_block is not None:
             seq.block_table.append(self.pool.allocate())
             plan.copy_block(hit.tail_block, seq.block_table[-1])
+
+    def _load(self, host_block: int, plan: PlanBuilder) -> int:
+        block = self.pool.allocate()
+        plan.swap_in(host_block, block)
+        return block
+
+    def _leave_device(self, block: int) -> None:
+        """A cached block is given to somebody else: what it holds moves to the host where that has room, or is lost.
+
+        Those who follow it in the tree have left the device before. Room is made by what was used least recently there,
+        and that is always a leaf.
+        """
+        if self._plan is None or not self.host.num_free or not self._loading_pays():
+            # What continues it on the host can be reached no more.
+            for behind in self.tree.behind(block):
+                self.host.uncache(behind - self.pool.num_blocks)
+                self.tree.evict(behind)
+            self.tree.evict(block)
+            return
+        host_block = self.host.allocate()
+        self.tree.replace(block, self.pool.num_blocks + host_block)
+        self._plan.swap_out(block, host_block)
+        self._plan.held_host_blocks.append(host_block)
+        self._arriving.add(host_block)
+        self.num_blocks_demoted += 1
 
     def attach_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         """Start an empty table with whole blocks of the tree."""
@@ -94,10 +209,18 @@ class KVManager:
         seq.num_published_blocks = len(blocks)
         seq.num_computed_tokens = len(blocks) * self.block_size
 
+    def begin_plan(self, plan: PlanBuilder) -> None:
+        """Blocks that are evicted from now on may leave by `plan`."""
+        self._plan = plan
+
     def finish_plan(self, plan: PlanBuilder) -> None:
-        """Let go of what was held for the plan's copies."""
+        """Let go of what was held for the plan's copies and swaps."""
         self.pool.release(plan.held_blocks)
         plan.held_blocks.clear()
+        self.host.release(plan.held_host_blocks)
+        plan.held_host_blocks.clear()
+        self._arriving.clear()
+        self._plan = None
 
     def share_prefix(self, source: Sequence, seq: Sequence, num_tokens: int) -> None:
         """Start an empty table with `source`'s blocks of its first `num_tokens` tokens, which are computed."""
@@ -176,7 +299,11 @@ class KVManager:
         for index, block in enumerate(
             self.tree.extend(seq.group.root_key, after, tokens, table[have:want]), have
         ):
-            if block != table[index]:
+            if block >= self.pool.num_blocks:
+                # Computed again, though the host still had it.
+                self.host.uncache(block - self.pool.num_blocks)
+                self.tree.replace(block, table[index])
+            elif block != table[index]:
                 self.pool.acquire(block)
                 self.pool.release((table[index],))
                 table[index] = block
@@ -206,8 +333,11 @@ class KVManager:
         """Raise `IntegrityError` on any block leaked, doubly owned or miscounted (rule R2)."""
         self.pool.check_integrity(block for seq in sequences for block in seq.block_table)
         self.tree.check_integrity()
+        on_host = self.pool.num_blocks
         for before, block in self.tree.paths():
-            if before is not None and self.pool.ref_count(before) < self.pool.ref_count(block):
+            if before is not None and before >= on_host > block:
+                raise IntegrityError(f"block {block} is on the device and what comes before it is not")
+            if before is not None and block < on_host and self.pool.ref_count(before) < self.pool.ref_count(block):
                 raise IntegrityError(f"block {block} is held by someone who does not hold {before} before it")
         for seq in sequences:
             capacity = len(seq.block_table) * self.block_size

@@ -46,6 +46,8 @@ class Lifecycle:
         self.swapped = GroupQueue()
         self.returning: list[SequenceGroup] = []
         """Running groups of which some branches have not come back yet."""
+        self.moving: list[SequenceGroup] = []
+        """Searches that took a step since the last plan."""
         self.to_publish: list[Sequence] = []
         """Running sequences that have filled a block since the last plan."""
         self.released_rows: list[int] = []
@@ -147,7 +149,9 @@ class Lifecycle:
             if group.beams.finished:
                 self.finish_beams(group, None, now)
             else:
-                self.finish_beams(group, FinishReason.ERROR, now, "no token can be sampled: every one is banned")
+                self.finish_beams(
+                    group, FinishReason.ERROR, now, "no token can be sampled: every one is banned"
+                )
             return
         # Children are made before any of their parents gets its token.
         first: dict[int, Sequence] = {}
@@ -158,7 +162,9 @@ class Lifecycle:
             first.setdefault(step.beam, parent)
         for index, beam in enumerate(beams):
             if index not in first:
-                self._drop(beam, publish=True)
+                # Its blocks are not entered into the tree: what it shares would be known by a path that the others
+                # do not hold yet.
+                self._drop(beam, publish=False)
         group.live = live
         size = self._config.block_size
         for branch, (step, seq) in enumerate(zip(steps, live, strict=True)):
@@ -170,6 +176,7 @@ class Lifecycle:
             seq.num_planned_outputs += 1
             if seq.num_computed_tokens // size > seq.num_published_blocks:
                 self.to_publish.append(seq)
+        self.moving.append(group)
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.group, parent.branch)
@@ -180,12 +187,16 @@ class Lifecycle:
         self._parking.share(parent, child)
         return child
 
-    def place_beam(self, seq: Sequence, plan: PlanBuilder) -> None:
-        """Tell the worker where a beam goes on, before it runs in this plan."""
-        if seq.row is None:
-            seq.row = self._free_rows.pop()
-        plan.move_beam(seq)
-        seq.parent_row = None
+    def place_beams(self, plan: PlanBuilder) -> None:
+        """Tell the worker where beams go on, before anything else of this plan: they have rows like all others then."""
+        for group in self.moving:
+            for seq in group.live:
+                if seq.parent_row is not None:
+                    if seq.row is None:
+                        seq.row = self._free_rows.pop()
+                    plan.move_beam(seq)
+                    seq.parent_row = None
+        self.moving = []
 
     def finish_beams(
         self, group: SequenceGroup, reason: FinishReason | None, now: float, error: str | None = None
@@ -239,8 +250,10 @@ class Lifecycle:
             if kind is PreemptionKind.RECOMPUTE:
                 seq.candidates = None
             self.drop_blocks(seq)
-            if seq.row is not None:
-                plan.forget_row(seq.row)
+            if seq.row is not None and plan.forget_row(seq.row):
+                # A beam forked in this very plan: the worker has not heard of the row.
+                self._free_rows.append(seq.row)
+                seq.row = None
             self._release_row(seq)
         # The rows go with this plan, which has not been built yet.
         group.num_preemptions += 1
@@ -280,7 +293,11 @@ class Lifecycle:
         group = seq.group
         assert seq.finish_reason is None
         seq.finish_reason = reason
-        self._drop(seq, publish=error is None)
+        # Branches that share blocks must enter them into the tree together, with the next plan.
+        alone = len(group.live) == 1 or (
+            seq.num_published_blocks >= group.request.num_prompt_tokens // self._config.block_size
+        )
+        self._drop(seq, publish=error is None and alone)
         group.live.remove(seq)
         done = not group.live
         if done:

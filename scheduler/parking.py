@@ -1,6 +1,6 @@
 """Where a request that gives way leaves its KV: nowhere (recompute) or in the host pool (swap), by price.
 
-Owns the host pool and the prices (DESIGN §4). Swapping costs two trips of the blocks that nobody else holds over
+Owns the prices and the ways out and in (DESIGN §4). Swapping costs two trips of the blocks that nobody else holds over
 the host link; recomputing costs the prefill of their tokens. Blocks that others hold too are neither charged nor
 moved: the prefix tree finds them again, and where it does not, what is missing is computed.
 """
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import PreemptionKind
 from octavo.scheduler.kv_manager import KVManager, blocks_for
@@ -40,6 +39,18 @@ class Prices:
         )
 
 
+def loading_pays(config: SchedulerConfig, step_time: StepTimeModel) -> bool:
+    """Whether the KV of a prefix comes from the host sooner than it is computed again."""
+    if not config.host_tier or not config.num_host_blocks:
+        return False
+    bandwidth = config.host_link_bytes_per_second
+    if bandwidth <= 0:
+        return config.preemption == "swap"
+    chunk = config.max_num_batched_tokens
+    compute = step_time.prefill_seconds(chunk, chunk_tokens=chunk) / chunk * config.block_size
+    return config.kv_bytes_per_block / bandwidth < compute
+
+
 class Parking:
     """The host pool of one worker, and the choice between it and computing again."""
 
@@ -47,9 +58,7 @@ class Parking:
         self._config = config
         self._kv = kv
         self._step_time = step_time
-        self.host = BlockPool(
-            config.num_host_blocks, is_cached=lambda block: False, on_evict=lambda block: None
-        )
+        self.host = kv.host
 
     def own_blocks(self, group: SequenceGroup) -> list[int]:
         """Blocks that only this group's branches hold, each once, in order of the tables."""
@@ -172,17 +181,13 @@ class Parking:
                 seq.tail_shared = seq.num_computed_tokens % self._kv.block_size != 0
         return tokens
 
-    def finish_plan(self, plan: PlanBuilder) -> None:
-        self.host.release(plan.held_host_blocks)
-        plan.held_host_blocks.clear()
-
     def _found(self, seq: Sequence) -> list[int]:
         """Whole blocks of the branch's computed tokens that the device still holds."""
         if not self._kv.caches(seq.group.request):
             return []
         computed = seq.parked.num_computed_tokens if seq.parked is not None else 0
         limit = min(max(computed, 0), len(seq.token_ids) - 1) // self._kv.block_size
-        return self._kv.tree.match(seq.group.root_key, seq.token_ids.tobytes(), limit)
+        return self._kv.match(seq.group.root_key, seq.token_ids.tobytes(), limit)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise `IntegrityError` on a leaked or doubly owned host block."""

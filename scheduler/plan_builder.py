@@ -57,12 +57,17 @@ class PlanBuilder:
     def update_block(self, row: int, index: int, block: int) -> None:
         self.block_updates += (row, index, block)
 
-    def forget_row(self, row: int) -> None:
-        """The row is given up in this plan: what its table was told in it would reach nobody, or its next holder."""
+    def forget_row(self, row: int) -> bool:
+        """The row is given up in this plan: what its table was told in it would reach nobody, or its next holder.
+
+        Returns whether the row was to be taken in this plan, so that the worker knows of none to release."""
         flat = self.block_updates
         self.block_updates = [
             value for i in range(0, len(flat), 3) if flat[i] != row for value in flat[i : i + 3]
         ]
+        moves = [self.beam_moves[i : i + 4] for i in range(0, len(self.beam_moves), 4)]
+        self.beam_moves = [value for move in moves if move[1] != row for value in move]
+        return any(move[1] == row != move[0] for move in moves)
 
     def copy_block(self, source: int, destination: int) -> None:
         self.block_copies += (source, destination)
@@ -102,7 +107,9 @@ class PlanBuilder:
         self.beam_moves += (seq.parent_row, seq.row, seq.branch, seq.token_ids[-1])
 
     def num_tokens_of(self, row: int) -> int:
-        """Tokens that this plan runs in `row` so far."""
+        """Tokens that this plan computes for `row` so far: a branch that it forks off has its parent's."""
+        parents = dict(zip(self.forks[1::3], self.forks[::3], strict=True))
+        row = parents.get(row, row)
         return self.num_tokens[self.rows.index(row)] if row in self.rows else 0
 
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
@@ -128,7 +135,8 @@ class PlanBuilder:
 
     @property
     def empty(self) -> bool:
-        return not (self.rows or self.released_rows or self.swaps_out)
+        # A table entry that gave way to the tree's block must be told even when nothing runs: searches wait for results.
+        return not (self.rows or self.released_rows or self.swaps_out or self.block_updates)
 
     def build(self, step_id: int, epoch: int) -> tuple[StepPlan, PlanRecord]:
         plan = StepPlan(

@@ -37,7 +37,7 @@ class _Node:
         """By the tokens of the child's first block."""
 
 
-def _common_tokens(left: bytes, right: bytes) -> int:
+def common_tokens(left: bytes, right: bytes) -> int:
     """Leading tokens that two int32 strings share. The lowest differing bit is found at C speed."""
     size = min(len(left), len(right))
     differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
@@ -49,12 +49,14 @@ def _common_tokens(left: bytes, right: bytes) -> int:
 class PrefixTree:
     """Exact prefix lookup over at most `num_blocks` blocks; all operations are linear in the blocks touched."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0) -> None:
+        """Blocks from `num_blocks` on, `num_host_blocks` of them, are in host memory."""
         self.block_size = block_size
+        self.num_device_blocks = num_blocks
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[RootKey, _Node] = {}
-        self._node_of: list[_Node | None] = [None] * num_blocks
-        self._index_of = [0] * num_blocks
+        self._node_of: list[_Node | None] = [None] * (num_blocks + num_host_blocks)
+        self._index_of = [0] * (num_blocks + num_host_blocks)
         self.num_blocks = 0
         """Blocks in the tree, free or in use."""
 
@@ -106,7 +108,7 @@ class PrefixTree:
             candidates = [(key, child.blocks[0]) for key, child in newest]
         best: tuple[int, int] | None = None
         for key, block in candidates:
-            count = _common_tokens(key, tokens)
+            count = common_tokens(key, tokens)
             if count > (best[1] if best else 0):
                 best = block, count
         return best
@@ -116,6 +118,8 @@ class PrefixTree:
 
         Returns the tree's block for each place: the given one where it was new, the one that was there already
         otherwise (the caller then drops its copy, so that whoever holds a block holds the tree's own path to it).
+        One in host memory is returned too, though: the caller replaces it, since what is on the device must be
+        reachable over the device.
         The KV of `blocks` must have been computed by an earlier plan.
         """
         width = self._width
@@ -153,6 +157,14 @@ class PrefixTree:
             place = len(node.blocks)
         return kept
 
+    def replace(self, old: int, new: int) -> None:
+        """The KV of `old` is in `new` from now on: it moved between device and host, or was computed again."""
+        node, index = self._node_of[old], self._index_of[old]
+        assert node is not None, f"block {old} is not in the tree"
+        self._node_of[old] = None
+        node.blocks[index] = new
+        self._place(node, index, new)
+
     def evict(self, block: int) -> None:
         """Forget a block: the last of a run that nothing continues, which the pool's order guarantees."""
         node = self._node_of[block]
@@ -172,6 +184,19 @@ class PrefixTree:
             del parent.children[key]
             # A parent that has run out of children stays, with its blocks; only an empty root goes too.
             node = parent
+
+    def behind(self, block: int) -> list[int]:
+        """All blocks that continue `block`, each before those it continues: in the order in which they can be
+        evicted."""
+        node = self._node_of[block]
+        assert node is not None, f"block {block} is not in the tree"
+        found = node.blocks[self._index_of[block] + 1 :]
+        stack = list(node.children.values())
+        while stack:
+            node = stack.pop()
+            found += node.blocks
+            stack += node.children.values()
+        return found[::-1]
 
     def _place(self, node: _Node, index: int, block: int) -> None:
         assert self._node_of[block] is None, f"block {block} is in the tree twice"

@@ -18,8 +18,18 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from octavo.protos.errors import IntegrityError
-from octavo.protos.types import MASKED_TOKEN, FinishReason, Request, StepPlan, StepResult, finish_reason
+import numpy as np
+
+from octavo.protos.errors import IntegrityError, InvalidRequestError
+from octavo.protos.types import (
+    MASKED_TOKEN,
+    FinishReason,
+    Int32Array,
+    Request,
+    StepPlan,
+    StepResult,
+    finish_reason,
+)
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.budget import TokenBudget, step_budget
 from octavo.scheduler.config import SchedulerConfig
@@ -28,9 +38,9 @@ from octavo.scheduler.events import (
     Event,
     TokensOut,
 )
-from octavo.scheduler.kv_manager import KVManager
+from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.lifecycle import Lifecycle
-from octavo.scheduler.parking import Parking
+from octavo.scheduler.parking import Parking, loading_pays
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
 from octavo.scheduler.preemption import choose_victim
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
@@ -44,7 +54,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time = step_time or StepTimeModel()
-        self.kv = KVManager(config.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.kv = KVManager(
+            config.num_blocks,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            num_host_blocks=config.num_host_blocks,
+            loading_pays=lambda: loading_pays(config, self.step_time),
+        )
         self.stats = SchedulerStats()
         self._parking = Parking(config, self.kv, self.step_time)
         self._life = Lifecycle(config, self.kv, self._parking, self.stats)
@@ -100,6 +116,8 @@ class Scheduler:
             return None
         self._now = now
         plan = PlanBuilder(self._life.released_rows)
+        self.kv.begin_plan(plan)
+        self._life.place_beams(plan)
         self._publish(plan)
         decodes, prefills = self._runnable()
         if self._make_room(decodes, plan):
@@ -122,7 +140,6 @@ class Scheduler:
         if not plan.rows and not self._in_flight and self._life.running.head is not None:
             self._break_deadlock(plan, budget)
         self.kv.finish_plan(plan)
-        self._parking.finish_plan(plan)
         if plan.empty:
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
@@ -223,11 +240,34 @@ class Scheduler:
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""
-        if not self.kv.caches(request):
-            return 0
-        return self.kv.find(
-            (request.cache_salt, request.adapter), request.prompt_token_ids.tobytes()
-        ).num_tokens
+        tokens = request.prompt_token_ids.tobytes()
+        found = [
+            self.kv.find_in(source, source.num_computed_tokens, tokens)
+            for source in self._fork_sources(request)
+        ]
+        if self.kv.caches(request):
+            found.append(self.kv.find((request.cache_salt, request.adapter), tokens))
+        return max((hit.num_tokens for hit in found), default=0)
+
+    def tokens_of(self, request_id: str, branch: int = 0) -> tuple[Request, Int32Array]:
+        """An unfinished request, and the tokens of one branch, prompt and outputs that are known: where a fork of it
+        begins.
+
+        Raises `InvalidRequestError` for a request that is not here, and for a branch that is not running or that no
+        fork can go on from: a beam search has no answer before its end.
+        """
+        group = self._life.groups.get(request_id)
+        if group is None:
+            raise InvalidRequestError(f"no request {request_id!r} is running", param="request_id")
+        if group.beams is not None:
+            raise InvalidRequestError("a beam search cannot be forked before it ends", param="request_id")
+        # Before the prompt has forked its first branch stands for all.
+        seq = next((seq for seq in group.live if seq.branch == branch or not group.forked), None)
+        if seq is None or not 0 <= branch < group.request.params.num_branches:
+            raise InvalidRequestError(
+                f"branch {branch} of request {request_id!r} is not running", param="branch"
+            )
+        return group.request, np.frombuffer(seq.token_ids.tobytes(), np.int32)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -252,7 +292,6 @@ class Scheduler:
         """Counts now and totals so far, by plain names (`Engine.stats`, `/metrics`)."""
         return self.stats.snapshot(
             self.kv,
-            self._parking.host,
             num_running=len(self._life.running),
             num_waiting=len(self._life.waiting),
             num_swapped=len(self._life.swapped),
@@ -288,7 +327,7 @@ class Scheduler:
             max_tokens = group.max_tokens
             # A search goes on once its candidates are in; all others count on a sample that is under way.
             for seq in group.live if group.beams is None else group.ready_beams():
-                if seq.num_planned_outputs >= max_tokens or (seq.row is None and seq.parent_row is None):
+                if seq.row is None or seq.num_planned_outputs >= max_tokens:
                     continue
                 if seq.num_total_tokens - seq.num_computed_tokens == 1 and group.forked:
                     decodes.append(seq)
@@ -303,14 +342,12 @@ class Scheduler:
             # One request alone always fits: admission saw to it, and the parked hold nothing here.
             self._preempt(plan)
             parked = True
-            decodes = [seq for seq in decodes if seq.group.state is GroupState.RUNNING]
+            decodes = [seq for seq in decodes if seq.row is not None]
         return parked
 
     def _plan_decodes(self, decodes: list[Sequence], plan: PlanBuilder, budget: TokenBudget) -> None:
         size = self.config.block_size
         for seq in decodes:
-            if seq.parent_row is not None:
-                self._life.place_beam(seq, plan)
             if seq.tail_shared or seq.num_computed_tokens % size == 0:
                 self.kv.grow(seq, 1, plan)
             plan.schedule(seq, 1)
@@ -410,12 +447,35 @@ class Scheduler:
                 return
             if not self._may_return(group):
                 return
-            hit = self.kv.find_prefix(group, group.live[0].token_ids.tobytes())
+            hit = self._find(group, plan)
             if not self._life.reserve.fits(group, hit, self._life.running, self.kv):
                 return
             branches += group.num_branches
             self._life.start(group, hit, plan, self._next_step_id, self._now)
             self._plan_chunk(group.live[0], plan, budget)
+
+    def _find(self, group: SequenceGroup, plan: PlanBuilder) -> PrefixHit:
+        """Where a waiting group can start: in the prefix tree, or in the blocks of the request it was forked from."""
+        tokens = group.live[0].token_ids.tobytes()
+        hit = self.kv.find_prefix(group, tokens)
+        for source in self._fork_sources(group.request):
+            if source.row is None:
+                continue
+            computed = source.num_computed_tokens - plan.num_tokens_of(source.row)
+            found = self.kv.find_in(source, computed, tokens)
+            if found.tail_block in plan.block_copies[1::2]:
+                # It is being made by this very plan, and copies of one plan know no order.
+                found = self.kv.without_tail(found)
+            if found.num_tokens > hit.num_tokens:
+                hit = found
+        return hit
+
+    def _fork_sources(self, request: Request) -> list[Sequence]:
+        """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
+        parent = self._life.groups.get(request.fork_of)
+        if parent is None or parent.root_key != (request.cache_salt, request.adapter):
+            return []
+        return parent.live
 
     def _may_return(self, group: SequenceGroup) -> bool:
         """Not in the step in which it gave way, nor before samples that were under way then have come in: their

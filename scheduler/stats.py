@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from octavo.protos.types import FinishReason, StepResult
-from octavo.scheduler.block_pool import BlockPool
 from octavo.scheduler.events import PreemptionKind
 from octavo.scheduler.kv_manager import KVManager
 from octavo.scheduler.plan_builder import PlanRecord
@@ -59,7 +58,6 @@ class SchedulerStats:
     def snapshot(
         self,
         kv: KVManager,
-        host: BlockPool,
         *,
         num_running: int,
         num_waiting: int,
@@ -78,8 +76,11 @@ class SchedulerStats:
             "blocks_used": kv.pool.num_used,
             "blocks_cached": cached,
             "blocks_free": kv.pool.num_free - cached,
-            "host_blocks_total": host.num_blocks,
-            "host_blocks_used": host.num_used,
+            "host_blocks_total": kv.host.num_blocks,
+            "host_blocks_used": kv.host.num_used,
+            "host_blocks_cached": kv.host.num_cached_free,
+            "blocks_demoted": kv.num_blocks_demoted,
+            "blocks_promoted": kv.num_blocks_promoted,
             "block_size": kv.block_size,
             "scheduled_tokens": self.scheduled_tokens,
             "sampled_tokens": self.sampled_tokens,

@@ -7,7 +7,9 @@ again only when the default model or the prompts change; it takes about ten minu
 golden_long.json is one answer to 3,000 tokens (the texts of the prompt file, one after the other), with the largest
 logits of each position, so that a test of long contexts need not run the reference again (case D26).
 
-    python tests/make_golden.py
+beams.json has what `generate(num_beams=...)` answers to sixteen of the prompts: all returned sequences and scores.
+
+    python tests/make_golden.py [--only beams]
 """
 
 from __future__ import annotations
@@ -31,6 +33,14 @@ DATA = Path(__file__).parent / "data"
 NEW_TOKENS = 48
 LONG_PROMPTS, LONG_NEW_TOKENS = 10, 100
 """The first so many prompts are continued for longer."""
+BEAM_NEW_TOKENS, BEAM_PROMPT_TOKENS_MAX = 32, 160
+BEAM_SETTINGS = (
+    {"beam_width": 4, "n": 4, "length_penalty": 1.0, "early_stopping": False},
+    {"beam_width": 4, "n": 2, "length_penalty": 0.0, "early_stopping": "never"},
+    {"beam_width": 3, "n": 3, "length_penalty": 2.0, "early_stopping": False},
+    {"beam_width": 4, "n": 4, "length_penalty": 1.0, "early_stopping": True},
+)
+"""Taken in turn by sixteen prompts."""
 CONTEXT_TOKENS, CONTEXT_NEW_TOKENS, CONTEXT_TOP_LOGITS = 3000, 64, 16
 
 
@@ -97,11 +107,54 @@ def make_long(model: Any, prompts: list[tuple[str, list[int]]]) -> list[dict[str
     ]
 
 
+def make_beams(model: Any, prompts: list[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+    """One entry for each of sixteen short prompts; the model's end-of-sequence id is obeyed."""
+    eos = AutoTokenizer.from_pretrained(default_model.default_model_dir()).eos_token_id
+    short = [(name, ids) for name, ids in prompts if len(ids) <= BEAM_PROMPT_TOKENS_MAX]
+    step = len(short) // 16
+    entries = []
+    for index, (name, prompt_ids) in enumerate(short[::step][:16]):
+        settings = BEAM_SETTINGS[index % len(BEAM_SETTINGS)]
+        inputs = torch.tensor([prompt_ids])
+        with torch.inference_mode():
+            out = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    num_beams=settings["beam_width"],
+                    num_return_sequences=settings["n"],
+                    length_penalty=settings["length_penalty"],
+                    early_stopping=settings["early_stopping"],
+                    max_new_tokens=BEAM_NEW_TOKENS,
+                    eos_token_id=eos,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                ),
+            )
+        sequences = []
+        for ids in out.sequences[:, len(prompt_ids) :].tolist():
+            sequences.append(ids[: ids.index(eos) + 1] if eos in ids else ids)
+        entries.append(
+            {
+                "id": name,
+                **settings,
+                "max_tokens": BEAM_NEW_TOKENS,
+                "prompt_ids": prompt_ids,
+                "sequences": sequences,
+                "scores": [round(score, 6) for score in out.sequences_scores.tolist()],
+            }
+        )
+        print(f"beams {index + 1}/16 {name}", file=sys.stderr)
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("golden", "golden_long"), help="make one of the two files")
+    parser.add_argument("--only", choices=("golden", "golden_long", "beams"), help="make one of the files")
     only = parser.parse_args().only
     folder = default_model.default_model_dir()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -114,7 +167,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    for name, make in (("golden", make_golden), ("golden_long", make_long)):
+    for name, make in (("golden", make_golden), ("golden_long", make_long), ("beams", make_beams)):
         if only in (None, name):
             rows = ",\n".join(json.dumps(entry) for entry in make(model, prompts))
             text = f'{{"made_with": {json.dumps(made_with)},\n"entries": [\n{rows}\n]}}\n'

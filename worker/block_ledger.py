@@ -25,6 +25,8 @@ class LedgerChange:
     rows: Int32Array
     indices: Int32Array
     overwritten: Int32Array
+    replaced_tables: tuple[tuple[int, Int32Array], ...]
+    """(row, entries) that beams' tables overwrote."""
     taken: Int32Array
     given: Int32Array
 
@@ -53,22 +55,32 @@ class BlockLedger:
         self.table_lens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_holders: Int32Array = np.zeros(num_blocks, np.int32)
         """[block] how often it stands in the tables."""
+        self.written: BoolArray = np.zeros(num_blocks, np.bool_)
+        """[block] whether it was ever given to a row."""
         self.host_written: BoolArray = np.zeros(num_host_blocks, np.bool_)
         """[host block] whether anything was swapped into it."""
 
     def reset(self) -> None:
         self.table_lens[:] = 0
         self.num_holders[:] = 0
+        self.written[:] = False
         self.host_written[:] = False
 
-    def check_updates(self, updates: Int32Array, in_use: BoolArray, emptied: BoolArray) -> Int32Array:
+    def lens_before_updates(self, released_rows: Int32Array, beam_moves: Int32Array) -> Int32Array:
+        """Lengths of all tables once rows are released and beams have moved, int32 [max_num_seqs]."""
+        lens = self.table_lens.copy()
+        lens[released_rows] = 0
+        lens[beam_moves[:, 1]] = self.table_lens[beam_moves[:, 0]]
+        return lens
+
+    def check_updates(self, updates: Int32Array, in_use: BoolArray, table_lens: Int32Array) -> Int32Array:
         """Raise `PlanRejectedError` unless `updates` replaces entries or grows tables without a gap.
 
         Returns what `apply` is to carry out: of several updates of one entry the last.
 
-        updates  int32 [U, 3] (row, index, block), rows known to be in range
-        in_use   bool [max_num_seqs], rows that may be updated
-        emptied  bool [max_num_seqs], rows whose tables start empty in this plan
+        updates     int32 [U, 3] (row, index, block), rows known to be in range
+        in_use      bool [max_num_seqs], rows that may be updated
+        table_lens  int32 [max_num_seqs], of `lens_before_updates`
         """
         if not len(updates):
             return updates
@@ -92,10 +104,10 @@ class BlockLedger:
             latest = len(updates) - 1 - np.unique(entries[::-1], return_index=True)[1]
             updates = updates[latest]
             rows, indices, _ = updates.T
-        lens = np.where(emptied[rows], 0, self.table_lens[rows])
+        lens = table_lens[rows]
         # No entry is named twice, so growth leaves no gap just if each row's last index is its count of new ones.
         grown = indices >= lens
-        new_lens = np.zeros(len(self.table_lens), np.int64)
+        new_lens = np.zeros(len(table_lens), np.int64)
         np.add.at(new_lens, rows, grown)
         if (bad := grown & (indices >= lens + new_lens[rows])).any():
             raise PlanRejectedError(
@@ -104,18 +116,34 @@ class BlockLedger:
             )
         return updates
 
-    def apply(self, released_rows: Int32Array, updates: Int32Array) -> LedgerChange:
-        """Empty the tables of `released_rows`, then carry out `updates`, as `check_updates` returned them."""
+    def apply(self, released_rows: Int32Array, beam_moves: Int32Array, updates: Int32Array) -> LedgerChange:
+        """Empty the tables of `released_rows`, give beams their parents' tables, then carry out `updates`, as
+        `check_updates` returned them."""
         before = self.table_lens.copy()
         given = [self.table(row) for row in released_rows.tolist()]
         self.table_lens[released_rows] = 0
+        moved, replaced = [], []
+        for parent, row in beam_moves[:, :2].tolist():
+            if row != parent:
+                # No parent is a row that another beam moves into, so the order does not matter.
+                length = self.table_lens[parent]
+                replaced.append((row, self.tables[row, :length].copy()))
+                self.tables[row, :length] = self.tables[parent, :length]
+                self.table_lens[row] = length
+                moved.append(self.table(row))
         rows, indices, blocks = updates.T
         overwritten = self.tables[rows, indices]
         given.append(overwritten[indices < self.table_lens[rows]])
         self.tables[rows, indices] = blocks
         np.maximum.at(self.table_lens, rows, indices + 1)
         change = LedgerChange(
-            before, rows, indices, overwritten, blocks, np.concatenate(given) if len(given) > 1 else given[0]
+            before,
+            rows,
+            indices,
+            overwritten,
+            tuple(replaced),
+            np.concatenate([blocks, *moved]) if moved else blocks,
+            np.concatenate(given) if len(given) > 1 else given[0],
         )
         self._move(change.taken, change.given)
         return change
@@ -124,10 +152,13 @@ class BlockLedger:
         """Take back the latest `apply`."""
         self._move(change.given, change.taken)
         self.tables[change.rows, change.indices] = change.overwritten
+        for row, entries in change.replaced_tables:
+            self.tables[row, : len(entries)] = entries
         self.table_lens = change.table_lens
 
     def _move(self, taken: Int32Array, given: Int32Array) -> None:
         # ufunc.at counts a block that occurs twice twice; it costs per block moved, not per block of the pool.
+        self.written[taken] = True
         np.add.at(self.num_holders, taken, 1)
         np.subtract.at(self.num_holders, given, 1)
 

@@ -35,6 +35,17 @@ _NO_TOKEN = -1
 """Pads the matrix of stop ids."""
 
 
+def _num_logprobs(request: Request) -> int:
+    """Likeliest tokens to report at each position; -1: nothing. A beam reports its candidates; where branches are
+    ranked, the chosen token's log-probability is needed whether or not anybody asked for it."""
+    params = request.params
+    if params.beam_width is not None:
+        return request.num_beam_candidates
+    if params.logprobs is None:
+        return 0 if params.ranks_by_logprob else -1
+    return params.logprobs
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatInputs:
     """One step's model input; names, shapes and dtypes as in `forward_batch.ForwardBatch`, but numpy."""
@@ -122,10 +133,9 @@ class InputBatch:
             self.epoch = plan.epoch
         after = check_rows(plan, self.progress, self.limits)
         check_swaps(plan, self.ledger, self.limits.num_host_blocks)
-        released = np.zeros_like(after.in_use)
-        released[plan.released_rows] = True
-        updates = self.ledger.check_updates(plan.block_updates, after.in_use, released)
-        change = self.ledger.apply(plan.released_rows, updates)
+        table_lens = self.ledger.lens_before_updates(plan.released_rows, plan.beam_moves)
+        updates = self.ledger.check_updates(plan.block_updates, after.in_use, table_lens)
+        change = self.ledger.apply(plan.released_rows, plan.beam_moves, updates)
         try:
             check_arrivals(plan, self.ledger, change.taken)
             places = check_blocks(plan, after, self.ledger, self.limits.block_size)
@@ -141,6 +151,7 @@ class InputBatch:
             self._rules.pop(row, None)
         for new in plan.new_sequences:
             self._admit(new)
+        self._move_beams(plan.beam_moves)
         samples = np.flatnonzero(~after.ended[plan.rows[plan.sample_indices]])
         inputs, logit_indices = self._flatten(plan, places, samples)
         after.num_computed[plan.rows[places.active]] += plan.num_tokens[places.active]
@@ -157,7 +168,9 @@ class InputBatch:
         """
         progress = self.progress
         progress.ended[step.sample_rows[failed]] = True
-        rows, tokens = step.sample_rows[~failed], token_ids[~failed]
+        # A beam's token comes with a later plan, once all beams of its search have been ranked.
+        sampled = ~failed & ~progress.beams[step.sample_rows]
+        rows, tokens = step.sample_rows[sampled], token_ids[sampled]
         self._tokens[rows, progress.lengths[rows]] = tokens
         progress.lengths[rows] += 1
         for index in np.flatnonzero(self._has_rules[rows]).tolist():
@@ -221,10 +234,11 @@ class InputBatch:
         self._top_ks[row] = params.top_k
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p
-        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_logprobs[row] = _num_logprobs(request)
         # The likeliest token alone is all that top_k 1 leaves.
-        self._greedy[row] = params.greedy or params.top_k == 1
-        rules = LogitRules.of(request, new.token_ids, self.limits.vocab_size)
+        self._greedy[row] = params.greedy or params.top_k == 1 or params.beam_width is not None
+        # What ends no hypothesis yet is left out where the search ranks its candidates.
+        rules = None if params.beam_width else LogitRules.of(request, new.token_ids, self.limits.vocab_size)
         self._has_rules[row] = rules is not None
         if rules is not None:
             self._rules[row] = rules
@@ -244,6 +258,29 @@ class InputBatch:
             progress.ended,
             progress.lengths,
             progress.num_computed,
+            progress.beams,
+        ):
+            array[child] = array[parent]
+        self._inherit(parent, child, branch)
+        length = progress.lengths[parent]
+        self._tokens[child, :length] = self._tokens[parent, :length]
+        if parent in self._rules:
+            self._rules[child] = self._rules[parent].fork()
+        self.ledger.fork(parent, child)
+
+    def _move_beams(self, moves: Int32Array) -> None:
+        """Give beams that go on their parents' tokens and the new one; progress and tables have moved already."""
+        for parent, row, branch, token in moves.tolist():
+            length = int(self.progress.lengths[row])
+            if row != parent:
+                self._inherit(parent, row, branch)
+                self._tokens[row, : length - 1] = self._tokens[parent, : length - 1]
+            self._branches[row] = branch
+            self._tokens[row, length - 1] = token
+
+    def _inherit(self, parent: int, child: int, branch: int) -> None:
+        """The parent's parameters for its child."""
+        for array in (
             self._prompt_lens,
             self._max_tokens,
             self._seeds,
@@ -259,11 +296,6 @@ class InputBatch:
             array[child] = array[parent]
         self._branches[child] = branch
         self._requests[child] = self._requests[parent]
-        length = progress.lengths[parent]
-        self._tokens[child, :length] = self._tokens[parent, :length]
-        if parent in self._rules:
-            self._rules[child] = self._rules[parent].fork()
-        self.ledger.fork(parent, child)
 
     def _flatten(
         self, plan: StepPlan, places: TokenPlaces, samples: npt.NDArray[np.int64]

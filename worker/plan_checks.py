@@ -40,6 +40,8 @@ class Progress:
     lengths: Int32Array
     """Tokens known: prompt and outputs."""
     num_computed: Int32Array
+    beams: BoolArray
+    """Hypotheses of a beam search: they report candidates, and plans give them their tokens."""
 
     @classmethod
     def empty(cls, max_num_seqs: int) -> Progress:
@@ -48,10 +50,17 @@ class Progress:
             np.zeros(max_num_seqs, np.bool_),
             np.zeros(max_num_seqs, np.int32),
             np.zeros(max_num_seqs, np.int32),
+            np.zeros(max_num_seqs, np.bool_),
         )
 
     def copy(self) -> Progress:
-        return Progress(self.in_use.copy(), self.ended.copy(), self.lengths.copy(), self.num_computed.copy())
+        return Progress(
+            self.in_use.copy(),
+            self.ended.copy(),
+            self.lengths.copy(),
+            self.num_computed.copy(),
+            self.beams.copy(),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +90,8 @@ def check_rows(plan: StepPlan, now: Progress, limits: BatchLimits) -> Progress:
         after.ended[new.row] = False
         after.lengths[new.row] = len(new.token_ids)
         after.num_computed[new.row] = new.num_computed_tokens
+        after.beams[new.row] = new.request.num_beam_candidates > 0
+    _check_beam_moves(plan, after, limits)
     if (bad := (plan.block_updates[:, 0] < 0) | (plan.block_updates[:, 0] >= limits.max_num_seqs)).any():
         raise PlanRejectedError(f"block_updates names row {first(plan.block_updates[:, 0], bad)}")
     _check_row_ids("rows", plan.rows, limits)
@@ -109,8 +120,9 @@ def check_swaps(plan: StepPlan, ledger: BlockLedger, num_host_blocks: int) -> No
         if has_duplicates(swaps[:, 1]):
             raise PlanRejectedError(f"{name} writes a block twice: {swaps[:, 1].tolist()}")
     sources, host_sources = plan.swaps_out[:, 0], plan.swaps_in[:, 0]
-    if (bad := ledger.num_holders[sources] == 0).any():
-        raise PlanRejectedError(f"swaps_out reads block {first(sources, bad)}, which stands in no table")
+    # A cached block stands in no table, but somebody must have filled it.
+    if (bad := ~ledger.written[sources]).any():
+        raise PlanRejectedError(f"swaps_out reads block {first(sources, bad)}, which no row ever held")
     if (bad := np.isin(host_sources, plan.swaps_out[:, 1])).any():
         raise PlanRejectedError(
             f"host block {first(host_sources, bad)} is both read and written by swaps of one plan"
@@ -172,6 +184,7 @@ def _check_shapes(plan: StepPlan) -> None:
     for name, width in (
         ("swaps_out", 2),
         ("swaps_in", 2),
+        ("beam_moves", 4),
         ("block_updates", 3),
         ("forks", 3),
         ("block_copies", 2),
@@ -218,12 +231,51 @@ def _check_new_sequence(new: NewSequence, after: Progress, limits: BatchLimits) 
         raise PlanRejectedError(
             f"{where}: has {len(tokens) - len(prompt)} outputs already; max_tokens is {new.max_tokens}"
         )
-    if not 0 <= new.num_computed_tokens < len(tokens):
+    # A beam that has its candidates waits for the others with all tokens computed.
+    if not 0 <= new.num_computed_tokens < len(tokens) + (new.request.num_beam_candidates > 0):
         raise PlanRejectedError(f"{where}: {new.num_computed_tokens} of its {len(tokens)} tokens computed")
     try:
         new.request.params.check_vocab(limits.vocab_size)
     except InvalidRequestError as error:
         raise PlanRejectedError(f"{where}: {error.message}") from error
+
+
+def _check_beam_moves(plan: StepPlan, after: Progress, limits: BatchLimits) -> None:
+    """Check `beam_moves` and carry them out on `after`."""
+    if not len(plan.beam_moves):
+        return
+    parents, rows, branches, tokens = plan.beam_moves.T
+    if (bad := (parents < 0) | (parents >= limits.max_num_seqs)).any():
+        raise PlanRejectedError(
+            f"a beam goes on from row {first(parents, bad)}; there are {limits.max_num_seqs}"
+        )
+    _require_in_use("a beam move", parents, after)
+    if (bad := ~after.beams[parents] | after.ended[parents]).any():
+        raise PlanRejectedError(f"a beam goes on from row {first(parents, bad)}, which is no running beam")
+    _check_row_ids("beam_moves", rows, limits)
+    if (bad := after.in_use[rows] & (rows != parents)).any():
+        raise PlanRejectedError(f"a beam goes on in row {first(rows, bad)}, which is in use")
+    if (bad := branches < 0).any():
+        raise PlanRejectedError(f"a beam goes on as branch {first(branches, bad)}")
+    if (bad := (tokens < 0) | (tokens >= limits.vocab_size)).any():
+        raise PlanRejectedError(
+            f"a beam gets token {first(tokens, bad)}; the vocabulary has {limits.vocab_size}"
+        )
+    lengths = after.lengths[parents]
+    if (bad := after.num_computed[parents] != lengths).any():
+        raise PlanRejectedError(
+            f"a beam goes on from row {first(parents, bad)}, whose tokens are not all computed"
+        )
+    if (bad := lengths >= limits.max_model_len).any():
+        raise PlanRejectedError(
+            f"a beam goes on from row {first(parents, bad)} beyond {limits.max_model_len} tokens"
+        )
+    # The right-hand sides are read whole before anything is written: a parent may be a row that is moved into.
+    after.num_computed[rows] = after.num_computed[parents]
+    after.lengths[rows] = lengths + 1
+    after.in_use[rows] = True
+    after.ended[rows] = False
+    after.beams[rows] = True
 
 
 def _check_tokens(plan: StepPlan, after: Progress, limits: BatchLimits) -> None:

@@ -49,7 +49,8 @@ def beam_logprobs(context: list[int]) -> list[tuple[float, int]]:
     context alone."""
     code = xxhash.xxh32_intdigest(np.asarray(context, np.int32).tobytes())
     found = [
-        (-((code * (2 * i + 1)) % 9973) / 2000 - i * 1e-7, (code + i * 37) % VOCAB_SIZE) for i in range(BEAM_VOCAB)
+        (-((code * (2 * i + 1)) % 9973) / 2000 - i * 1e-7, (code + i * 37) % VOCAB_SIZE)
+        for i in range(BEAM_VOCAB)
     ]
     return sorted(found, reverse=True)
 

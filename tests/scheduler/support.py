@@ -26,6 +26,7 @@ def make_request(
     eos: tuple[int, ...] = (),
     salt: str = "",
     cache: bool = True,
+    fork_of: str = "",
     **params: Any,
 ) -> Request:
     return Request(
@@ -37,6 +38,7 @@ def make_request(
         eos_token_ids=eos,
         cache_salt=salt,
         use_prefix_cache=cache,
+        fork_of=fork_of,
     )
 
 
@@ -153,10 +155,14 @@ class Harness:
         assert [end.branch for end in ends] == list(range(request.params.n))
         got = [(self.tokens[name, end.branch], end.score, end.reason) for end in ends]
         if ends[0].score is None:
-            assert all(not tokens and reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.STOP)
-                       for tokens, _, reason in got)
+            assert all(
+                not tokens and reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.STOP)
+                for tokens, _, reason in got
+            )
             return
-        for (tokens, score, reason), want in zip(got, expected_beams(request, self.limits[name]), strict=True):
+        for (tokens, score, reason), want in zip(
+            got, expected_beams(request, self.limits[name]), strict=True
+        ):
             assert (tokens, reason) == (want[0], want[2])
             assert abs(score - want[1]) < 1e-9
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
@@ -53,7 +55,7 @@ def test_planned_every_second_step_and_holds_nobody_up():
     h.run()
     with_beams = [len(plan.beam_moves) > 0 for plan in h.plans]
     assert sum(with_beams) == 11, "one step a token after the first"
-    assert not any(a and b for a, b in zip(with_beams, with_beams[1:], strict=False))
+    assert not any(a and b for a, b in itertools.pairwise(with_beams))
     assert len(h.plans) <= 2 + 30 + 1, "the plain request ran in every step"
 
 

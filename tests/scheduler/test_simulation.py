@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from octavo.protos.errors import RequestTooLargeError
+from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.scheduler.events import Forked, Preempted, PreemptionKind, Resumed
 
 from .support import Harness, make_request
 
 NUM_SEEDS = int(os.environ.get("OCTAVO_SIM_SEEDS", "1000"))
+
+
+def how_many(rng: random.Random, branches: tuple[int, ...], beam_rate: float) -> dict[str, Any]:
+    """Branches by sampling, or beams."""
+    if rng.random() >= beam_rate:
+        n = rng.choice(branches)
+        return {"n": n, "best_of": rng.choice([None, None, n + 1])}
+    width = rng.choice([1, 2, 3, 4])
+    return {
+        "beam_width": width,
+        "n": rng.randint(1, width),
+        "early_stopping": rng.choice([False, True, "never"]),
+        "length_penalty": rng.choice([0.0, 1.0, 1.5, -0.5]),
+        "min_tokens": rng.choice([0, 0, 1]),
+    }
 
 
 def simulate(seed: int) -> Harness:
@@ -46,6 +62,8 @@ def simulate(seed: int) -> Harness:
         reserve = h.scheduler._life.reserve
         reserve._min = reserve.horizon = 0
     branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
+    fork_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
+    beam_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
     # Lengths follow the pool, so that most lives run it full; aborts are rare enough in most for that.
     room = h.config.max_pool_tokens
     abort_rate, stop_rate = rng.choice([(0.0, 0.0), (0.003, 0.003), (0.05, 0.02)])
@@ -62,20 +80,29 @@ def simulate(seed: int) -> Harness:
         action = rng.random()
         if left and action < arrival_rate:
             left -= 1
+            parent = rng.choice(sorted(h.requests)) if h.requests and rng.random() < fork_rate else ""
             stem = rng.choice(stems)
             tail = [rng.randrange(1000) for _ in range(rng.randint(0, room // (30 if heavy else 12)))]
             prompt = stem[: rng.randint(1, len(stem))] + tail
+            salt = rng.choice(["", "", "x"])
+            try:
+                of, tokens = h.scheduler.tokens_of(parent, rng.randrange(3))
+            except InvalidRequestError:
+                parent = ""
+            else:
+                prompt, salt = tokens.tolist(), of.cache_salt
             request = make_request(
                 f"r{left}",
                 prompt,
                 seed=rng.randrange(5),
                 priority=rng.choice([0, 0, 0, 1]),
-                n=rng.choice(branches),
+                **how_many(rng, branches, beam_rate),
                 max_tokens=rng.randint(max(1, room // 8), max(1, room // 3))
                 if heavy
                 else rng.choice([1, 2, rng.randint(1, 40), rng.randint(1, max(1, room // 3)), None]),
                 eos=tuple(rng.sample(range(1000), 15)) if not heavy and rng.random() < 0.5 else (),
-                salt=rng.choice(["", "", "x"]),
+                salt=salt,
+                fork_of=parent,
             )
             try:
                 h.add(request)
