@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,9 +19,19 @@ import orjson
 
 from octavo._version import __version__
 from octavo.cluster import client_protocol as protocol
+from octavo.cluster.client_http import (
+    FINAL_TRANSPORT_ERRORS,
+    Reply,
+    checked_base_url,
+    events_of,
+    mapped,
+    reply_of,
+    retry_after_of,
+)
 from octavo.cluster.client_protocol import Prompt
 from octavo.cluster.outputs import RequestOutput
 from octavo.cluster.progress import progress_bar
+from octavo.cluster.text_stream import AsyncTextStream, StreamFacts, TextStream
 from octavo.protos import errors
 from octavo.protos.types import SamplingParams
 
@@ -34,14 +44,9 @@ SPARE_CONNECTIONS = 4
 """Beyond `max_concurrency`, so that a health check never queues behind work."""
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 
+AnyStream = AsyncTextStream | TextStream
+
 T = TypeVar("T")
-# Tries that fail this way would fail again: the caller's time is up, or the request itself cannot be sent.
-_FINAL_TRANSPORT_ERRORS = (
-    httpx.ReadTimeout,
-    httpx.WriteTimeout,
-    httpx.UnsupportedProtocol,
-    httpx.LocalProtocolError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +56,6 @@ class ModelCard:
     id: str
     max_model_len: int | None = None
     """Tokens of prompt and output together; None when the server does not say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An HTTP answer of any status, read whole."""
-
-    status: int
-    body: Any
-    """Decoded JSON, or the text when it is not JSON."""
-    request_id: str
-    """The server's `x-request-id`, or "" without one."""
-    retry_after_seconds: float | None = None
-
-    def raise_for_status(self) -> None:
-        """Raise the error of `errors.py` that a status of 400 or more means."""
-        if self.status >= 400:
-            raise protocol.error_from_body(
-                self.status, self.body, retry_after_seconds=self.retry_after_seconds
-            )
 
 
 class AsyncClient:
@@ -106,7 +92,7 @@ class AsyncClient:
             raise errors.ConfigError(
                 f"max_retries must be at least 0, got {max_retries}", param="max_retries"
             )
-        self.base_url = _checked_base_url(base_url)
+        self.base_url = checked_base_url(base_url)
         self.model = model
         self.timeout = timeout
         self.max_concurrency = max_concurrency
@@ -137,12 +123,15 @@ class AsyncClient:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of `prompts`.
 
         prompts: texts, lists of token ids, or chats (lists of {"role", "content"}), mixed as you like; one
         bare prompt counts as a list of one. params: one for all, or one each. progress: draw a bar on
-        standard error.
+        standard error. cache_salt: cached prefixes are shared only with calls of the same one. use_prefix_cache
+        False: cached prefixes are neither used nor left.
 
         Raises the first error of any prompt, naming its index, and gives up the others.
         """
@@ -150,7 +139,7 @@ class AsyncClient:
         each = protocol.as_params(params, len(listed))
         if not listed:
             return []
-        model = await self.model_name()
+        build = _CallBuilder(await self.model_name(), cache_salt, use_prefix_cache)
         results: dict[int, RequestOutput] = {}
         todo = iter(range(len(listed)))
 
@@ -161,7 +150,7 @@ class AsyncClient:
                 # of them.
                 for index in todo:
                     try:
-                        results[index] = await self._generate_one(listed[index], each[index], model)
+                        results[index] = await self._generate_one(listed[index], each[index], build)
                     except errors.OctavoError as error:
                         raise _at_index(error, index, len(listed)) from error.__cause__
                     bar.advance(tokens=sum(len(branch.token_ids) for branch in results[index].outputs))
@@ -169,13 +158,47 @@ class AsyncClient:
             await _all_or_first_error([work() for _ in range(min(self.max_concurrency, len(listed)))])
         return [results[index] for index in range(len(listed))]
 
-    async def _generate_one(self, prompt: Prompt, params: SamplingParams, model: str) -> RequestOutput:
-        params = await self._with_limit(prompt, params)
-        call = protocol.build_call(prompt, params, model=model)
+    async def _generate_one(
+        self, prompt: Prompt, params: SamplingParams, build: _CallBuilder
+    ) -> RequestOutput:
+        call = build(prompt, await self._with_limit(prompt, params))
+        return await self._output(prompt, call)
+
+    async def _output(self, prompt: Prompt | None, call: protocol.Call) -> RequestOutput:
         started = time.monotonic()
         reply = await self.post(call.path, call.body)
         reply.raise_for_status()
         return protocol.parse_output(prompt, reply.body, seconds=time.monotonic() - started)
+
+    async def fork(
+        self, request: str | AnyStream, params: SamplingParams | None = None, *, branch: int = 0
+    ) -> RequestOutput:
+        """Go on from where one branch of a running request stands now, beside it; what comes after that point.
+
+        request: what `stream` or `fork_stream` gave, once its first piece has come, or its `request_id`. The
+        result's prompt is all that stood before, of which the last `forked_at` tokens are the parent's output.
+        The call counts beside the parent's, so `max_concurrency` must have room for both.
+
+        Raises `NotFoundError` when the request has ended, and `InvalidRequestError` (param "branch") when only the
+        branch has, or when `params` have no `max_tokens`.
+        """
+        return await self._output(None, await self._fork_call(request, params, branch, stream=False))
+
+    def fork_stream(
+        self, request: str | AnyStream, params: SamplingParams | None = None, *, branch: int = 0
+    ) -> AsyncTextStream:
+        """`fork`, piece by piece; see `stream`."""
+        facts = StreamFacts()
+        return AsyncTextStream(
+            self._pieces(facts, lambda: self._fork_call(request, params, branch, stream=True)), facts
+        )
+
+    async def _fork_call(
+        self, request: str | AnyStream, params: SamplingParams | None, branch: int, *, stream: bool
+    ) -> protocol.Call:
+        request_id = request if isinstance(request, str) else request.request_id
+        model = await self.model_name()
+        return protocol.build_fork(request_id, branch, params or SamplingParams(), model=model, stream=stream)
 
     async def _with_limit(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """`params` with `max_tokens` None worked out: OpenAI's completions take silence for 16 tokens."""
@@ -199,26 +222,47 @@ class AsyncClient:
         except (KeyError, TypeError, ValueError) as problem:
             raise errors.RequestFailedError("the server's /tokenize gives no count") from problem
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
+    ) -> AsyncTextStream:
         """Yield the text of one completion piece by piece as it is generated (branch 0 when `n` is above 1).
+
+        The iterator's `request_id`, known from the first piece on, is what `fork` takes.
 
         Raises `UnavailableError` when the connection ends before the server said that the answer is complete.
         Leaving the loop early closes the connection, which stops the request on the server.
         """
-        (checked,) = protocol.as_prompts([prompt])
-        model = await self.model_name()
-        limited = await self._with_limit(checked, params or SamplingParams())
-        call = protocol.build_call(checked, limited, model=model, stream=True)
+
+        async def make_call() -> protocol.Call:
+            (checked,) = protocol.as_prompts([prompt])
+            build = _CallBuilder(await self.model_name(), cache_salt, use_prefix_cache)
+            return build(checked, await self._with_limit(checked, params or SamplingParams()), stream=True)
+
+        facts = StreamFacts()
+        return AsyncTextStream(self._pieces(facts, make_call), facts)
+
+    async def _pieces(
+        self, facts: StreamFacts, make_call: Callable[[], Awaitable[protocol.Call]]
+    ) -> AsyncGenerator[str, None]:
+        call = await make_call()
         async with self._slots_here():
             response = await self._with_retries(lambda: self._send("POST", call.path, call.body, stream=True))
             try:
                 if response.status_code >= 400:
-                    await _mapped(response.aread(), self.base_url)
-                    _reply_of(response).raise_for_status()
-                async for event in _events(response, self.base_url):
+                    await mapped(response.aread(), self.base_url)
+                    reply_of(response).raise_for_status()
+                facts.request_id = response.headers.get(protocol.REQUEST_ID_HEADER, "")
+                async for event in events_of(response, self.base_url):
                     if event == b"[DONE]":
                         return
-                    text = protocol.parse_delta(protocol.parse_body(event))
+                    chunk = protocol.parse_body(event)
+                    text = protocol.parse_delta(chunk)
+                    facts.forked_at = protocol.parse_forked_at(chunk)
                     if text:
                         yield text
                 raise errors.UnavailableError(
@@ -241,13 +285,13 @@ class AsyncClient:
         """What `/health` says, asked once. Raises `UnavailableError` when the server is not well or not
         there.
         """
-        reply = _reply_of(await self._send("GET", "/health"))
+        reply = reply_of(await self._send("GET", "/health"))
         reply.raise_for_status()
         return reply.body if isinstance(reply.body, dict) else {}
 
     async def get(self, path: str) -> Any:
         """Decoded body of a GET; retried like any call. Raises the error of a status of 400 or more."""
-        reply = _reply_of(await self._with_retries(lambda: self._send("GET", path)))
+        reply = reply_of(await self._with_retries(lambda: self._send("GET", path)))
         reply.raise_for_status()
         return reply.body
 
@@ -258,7 +302,7 @@ class AsyncClient:
         Raises `UnavailableError` when no answer came at all.
         """
         async with self._slots_here():
-            return _reply_of(await self._with_retries(lambda: self._send("POST", path, body)))
+            return reply_of(await self._with_retries(lambda: self._send("POST", path, body)))
 
     async def ready(self) -> None:
         """Ask `/ready` once. Raises `UnavailableError` when new requests are not taken now, or no server is
@@ -266,7 +310,7 @@ class AsyncClient:
 
         A server without that path counts as ready.
         """
-        reply = _reply_of(await self._send("GET", "/ready"))
+        reply = reply_of(await self._send("GET", "/ready"))
         if reply.status in (502, 503, 504):
             reply.raise_for_status()
 
@@ -318,7 +362,7 @@ class AsyncClient:
             except TypeError as problem:  # lone surrogates, integers beyond 64 bits
                 raise errors.InvalidRequestError(f"the request is not valid JSON: {problem}") from problem
         request = http.build_request(method, path, content=content, headers=headers)
-        return await _mapped(http.send(request, stream=stream), self.base_url)
+        return await mapped(http.send(request, stream=stream), self.base_url)
 
     async def _with_retries(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         attempt = 1
@@ -328,10 +372,10 @@ class AsyncClient:
             try:
                 response = await send()
                 again = response.status_code in protocol.RETRIED_STATUSES
-                retry_after = _retry_after(response)
+                retry_after = retry_after_of(response)
             except errors.UnavailableError as error:
                 failure = error
-                again = not isinstance(error.__cause__, _FINAL_TRANSPORT_ERRORS)
+                again = not isinstance(error.__cause__, FINAL_TRANSPORT_ERRORS)
                 retry_after = None
             wait = None
             if again and attempt <= self.max_retries:
@@ -348,58 +392,23 @@ class AsyncClient:
             attempt += 1
 
 
-def _checked_base_url(base_url: str) -> str:
-    try:
-        url = httpx.URL(base_url)
-    except (httpx.InvalidURL, TypeError) as problem:
-        raise errors.ConfigError(f"base_url is not a URL: {base_url!r}", param="base_url") from problem
-    if url.scheme not in ("http", "https") or not url.host:
-        raise errors.ConfigError(
-            f"base_url must start with http:// or https://, got {base_url!r}", param="base_url"
+@dataclass(frozen=True, slots=True)
+class _CallBuilder:
+    """What the calls of one `generate` or `stream` have in common."""
+
+    model: str
+    cache_salt: str
+    use_prefix_cache: bool
+
+    def __call__(self, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> protocol.Call:
+        return protocol.build_call(
+            prompt,
+            params,
+            model=self.model,
+            stream=stream,
+            cache_salt=self.cache_salt,
+            use_prefix_cache=self.use_prefix_cache,
         )
-    return str(url).rstrip("/").removesuffix("/v1")
-
-
-async def _mapped(awaitable: Awaitable[T], base_url: str) -> T:
-    """Await something of httpx; its errors come out as ours, with httpx's as the cause."""
-    try:
-        return await awaitable
-    except httpx.HTTPError as problem:
-        raise _error_of(problem, base_url) from problem
-
-
-def _error_of(problem: httpx.HTTPError, base_url: str) -> errors.OctavoError:
-    reason = str(problem) or type(problem).__name__
-    if isinstance(problem, (httpx.ConnectError, httpx.ConnectTimeout)):
-        return errors.UnavailableError(f"no server at {base_url} ({reason})", code="unreachable")
-    if isinstance(problem, httpx.TimeoutException):
-        return errors.UnavailableError(f"{base_url} did not answer in time ({reason})", code="timeout")
-    if isinstance(problem, httpx.TransportError):
-        return errors.UnavailableError(
-            f"the connection to {base_url} broke ({reason})", code="connection_lost"
-        )
-    return errors.RequestFailedError(f"no usable answer from {base_url} ({reason})")
-
-
-async def _events(response: httpx.Response, base_url: str) -> AsyncIterator[bytes]:
-    decoder = protocol.EventDecoder()
-    chunks = response.aiter_bytes()
-    while (chunk := await _mapped(anext(chunks, None), base_url)) is not None:
-        for event in decoder.feed(chunk):
-            yield event
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    return protocol.parse_retry_after(response.headers.get("retry-after"), now=time.time())
-
-
-def _reply_of(response: httpx.Response) -> Reply:
-    return Reply(
-        status=response.status_code,
-        body=protocol.parse_body(response.content),
-        request_id=response.headers.get("x-request-id", ""),
-        retry_after_seconds=_retry_after(response),
-    )
 
 
 def _at_index(error: errors.OctavoError, index: int, count: int) -> errors.OctavoError:

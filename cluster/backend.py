@@ -1,6 +1,6 @@
 """The seam between the front door and whatever runs requests: the in-process engine, or the cluster.
 
-Owns the two calls HTTP makes and the shape of a health report. Knows nothing of HTTP, Ray or gRPC; a test's
+Owns the calls that HTTP makes and the shape of a health report. Knows nothing of HTTP, Ray or gRPC; a test's
 scripted backend and the production ones are the same to the code above.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
@@ -67,6 +68,19 @@ class Backend(Protocol):
         A delta with an `error` ends the request. `aclose()`, or cancelling a pending `__anext__`, before the end
         aborts it and frees its blocks; after the end neither does anything.
         """
+        ...
+
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Where one branch of an unfinished request stands, whoever submitted it.
+
+        Raises `NotFoundError` (param "request_id") for one that does not run, `InvalidRequestError` (param "branch")
+        for a branch that has ended, is none, or belongs to a beam search.
+        """
+        ...
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """The text of one branch is complete: it need not be computed further, the others go on. Does not wait; a
+        branch that has ended is left alone. What was under way may still come, and then that branch's end."""
         ...
 
     async def health(self) -> HealthReport:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.cluster.async_client import AsyncClient, Reply
+from octavo.cluster.async_client import AsyncClient
 from octavo.cluster.batch_file import BatchInput, BatchLine, Journal, is_failure
+from octavo.cluster.client_http import Reply
 from octavo.cluster.client_protocol import RETRIED_STATUSES, error_from_body
 from octavo.cluster.progress import Progress, progress_bar
 from octavo.protos import errors

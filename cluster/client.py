@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -19,12 +19,14 @@ from octavo.cluster.async_client import (
     DEFAULT_MAX_CONCURRENCY,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_SECONDS,
+    AnyStream,
     AsyncClient,
     ModelCard,
-    Reply,
 )
+from octavo.cluster.client_http import Reply
 from octavo.cluster.client_protocol import Prompt
 from octavo.cluster.outputs import RequestOutput
+from octavo.cluster.text_stream import TextStream
 from octavo.protos import errors
 from octavo.protos.types import SamplingParams
 
@@ -86,22 +88,43 @@ class Client:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
     ) -> list[RequestOutput]:
         """See `AsyncClient.generate`."""
-        return self._run(self._client.generate(prompts, params, progress=progress))
+        return self._run(
+            self._client.generate(
+                prompts,
+                params,
+                progress=progress,
+                cache_salt=cache_salt,
+                use_prefix_cache=use_prefix_cache,
+            )
+        )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
+    ) -> TextStream:
         """See `AsyncClient.stream`."""
-        pieces = self._client.stream(prompt, params)
+        stream = self._client.stream(prompt, params, cache_salt=cache_salt, use_prefix_cache=use_prefix_cache)
+        return TextStream(stream, self._run)
 
-        async def step() -> str | None:
-            return await anext(pieces, None)
+    def fork(
+        self, request: str | AnyStream, params: SamplingParams | None = None, *, branch: int = 0
+    ) -> RequestOutput:
+        """See `AsyncClient.fork`."""
+        return self._run(self._client.fork(request, params, branch=branch))
 
-        try:
-            while (piece := self._run(step())) is not None:
-                yield piece
-        finally:
-            self._run(pieces.aclose())  # type: ignore[attr-defined] # an async generator
+    def fork_stream(
+        self, request: str | AnyStream, params: SamplingParams | None = None, *, branch: int = 0
+    ) -> TextStream:
+        """See `AsyncClient.fork_stream`."""
+        return TextStream(self._client.fork_stream(request, params, branch=branch), self._run)
 
     def models(self) -> list[ModelCard]:
         """See `AsyncClient.models`."""

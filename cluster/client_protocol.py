@@ -24,6 +24,9 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
+FORK = "/v1/fork"
+
+REQUEST_ID_HEADER = "x-octavo-request-id"
 
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 """Full, or a part is away for now. 500 is not among them: it says that this very request failed."""
@@ -114,7 +117,15 @@ class Call:
     body: dict[str, Any]
 
 
-def build_call(prompt: Prompt, params: SamplingParams, *, model: str, stream: bool = False) -> Call:
+def build_call(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    model: str,
+    stream: bool = False,
+    cache_salt: str = "",
+    use_prefix_cache: bool = True,
+) -> Call:
     """The OpenAI request for one prompt.
 
     Only what differs from a default travels, besides what OpenAI's own defaults would change, so the call
@@ -127,11 +138,31 @@ def build_call(prompt: Prompt, params: SamplingParams, *, model: str, stream: bo
     else:
         body["prompt"] = prompt
     body.update(_params_body(params, chat=chat))
-    if stream:
-        body["stream"] = True
-    else:
-        body["return_token_ids"] = True
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    if not use_prefix_cache:
+        body["use_prefix_cache"] = False
+    body["stream" if stream else "return_token_ids"] = True
     return Call(CHAT_COMPLETIONS if chat else COMPLETIONS, body)
+
+
+def build_fork(
+    request_id: str, branch: int, params: SamplingParams, *, model: str, stream: bool = False
+) -> Call:
+    """The call that goes on from one branch of a running request.
+
+    Raises `InvalidRequestError` without a `max_tokens`: how much room is left is the server's to know.
+    """
+    if not request_id:
+        raise errors.InvalidRequestError(
+            "the request is not known to run yet: a stream has its id from its first piece on",
+            param="request",
+        )
+    if params.max_tokens is None:
+        raise errors.InvalidRequestError("a fork needs max_tokens", param="max_tokens")
+    body = {"model": model, "request_id": request_id, "branch": branch, **_params_body(params, chat=False)}
+    body["stream" if stream else "return_token_ids"] = True
+    return Call(FORK, body)
 
 
 _SPECIAL_FIELDS = frozenset({"max_tokens", "temperature", "logprobs", "logit_bias", "stop", "stop_token_ids"})
@@ -159,7 +190,7 @@ def _params_body(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
     return body
 
 
-def parse_output(prompt: Prompt, reply: Any, *, seconds: float) -> RequestOutput:
+def parse_output(prompt: Prompt | None, reply: Any, *, seconds: float) -> RequestOutput:
     """The result in one OpenAI reply. `seconds`: how long the call took here, for a server that gives no
     timings.
 
@@ -174,11 +205,18 @@ def parse_output(prompt: Prompt, reply: Any, *, seconds: float) -> RequestOutput
             prompt_token_ids=tuple(ids),
             outputs=tuple(_parse_choice(choice) for choice in choices),
             metrics=_parse_metrics(reply, seconds),
+            forked_at=parse_forked_at(reply),
         )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as problem:
         raise errors.RequestFailedError(
             f"the server's answer is not an OpenAI completion ({type(problem).__name__}: {problem})"
         ) from problem
+
+
+def parse_forked_at(reply: Any) -> int | None:
+    """Outputs of the parent that a fork's reply, or one of its chunks, says it goes on from; None for others."""
+    fork = reply.get("fork") if isinstance(reply, Mapping) else None
+    return fork["at"] if isinstance(fork, Mapping) and isinstance(fork.get("at"), int) else None
 
 
 def _parse_choice(choice: Mapping[str, Any]) -> CompletionOutput:
@@ -191,6 +229,7 @@ def _parse_choice(choice: Mapping[str, Any]) -> CompletionOutput:
         finish_reason=choice.get("finish_reason"),
         logprobs=logprobs,
         cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs if entry),
+        score=choice.get("score"),
     )
 
 

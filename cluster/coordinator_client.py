@@ -17,6 +17,7 @@ import grpc
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_servicer import decode_health
+from octavo.cluster.forking import TokensSoFar
 from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import InvalidRequestError, OctavoError, ProtocolError, UnavailableError
 from octavo.protos.types import ModelInfo, OutputDelta, Request
@@ -83,11 +84,26 @@ class GrpcBackend:
         finally:
             self._replies.pop(request_id, None)
             if not ended and commands is self._commands:
-                commands.put_nowait(
-                    coordinator_pb2.ServeRequest(
-                        abort=coordinator_pb2.Abort(request_id=request_id, reason="the caller left")
-                    )
-                )
+                commands.put_nowait(_abort(request_id, "the caller left"))
+
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """See `Backend.tokens`. Raises `UnavailableError` while the coordinator cannot be asked."""
+        response = await self._ask(
+            "GetTokens", coordinator_pb2.GetTokensRequest(request_id=request_id, branch=branch)
+        )
+        if response.HasField("error"):
+            raise codec.decode_error(response.error)
+        return TokensSoFar(
+            token_ids=codec.decode_ints("token_ids", response.token_ids),
+            num_prompt_tokens=response.num_prompt_tokens,
+            cache_salt=response.cache_salt,
+            adapter=response.adapter,
+        )
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """See `Backend.stop_branch`. While the stream is down its requests have ended anyway."""
+        if self._commands is not None and request_id in self._replies:
+            self._commands.put_nowait(_abort(request_id, "a stop string was met", branch))
 
     async def health(self) -> HealthReport:
         """LOADING before the coordinator was first found, DEAD while it cannot be asked."""
@@ -106,18 +122,19 @@ class GrpcBackend:
 
     async def stats(self) -> dict[str, Any]:
         """Raises `UnavailableError` while the coordinator cannot be asked."""
+        response = await self._ask("GetStats", coordinator_pb2.GetStatsRequest())
+        stats: dict[str, Any] = json.loads(response.stats_json)
+        return stats
+
+    async def _ask(self, method: str, request: Any) -> Any:
         if self._stub is None:
             raise UnavailableError("the coordinator cannot be reached")
         try:
-            response = await self._stub.GetStats(
-                coordinator_pb2.GetStatsRequest(), timeout=self._deadline_seconds
-            )
+            return await getattr(self._stub, method)(request, timeout=self._deadline_seconds)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"the coordinator does not answer: {error.details() or error.code().name}"
             ) from None
-        stats: dict[str, Any] = json.loads(response.stats_json)
-        return stats
 
     # --- life ----------------------------------------------------------------------------------------------
 
@@ -235,6 +252,12 @@ class GrpcBackend:
     def _fail_all(self, error: OctavoError) -> None:
         for replies in self._replies.values():
             replies.put_nowait(error)
+
+
+def _abort(request_id: str, reason: str, branch: int | None = None) -> coordinator_pb2.ServeRequest:
+    return coordinator_pb2.ServeRequest(
+        abort=coordinator_pb2.Abort(request_id=request_id, reason=reason, branch=branch)
+    )
 
 
 async def _drain(

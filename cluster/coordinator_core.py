@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.protos.errors import (
     ConfigError,
@@ -231,6 +232,16 @@ class CoordinatorCore:
         if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
             raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size - 1}]", param="prompt")
 
+    def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Where one branch of an unfinished request stands, for any ingress: who knows an id may go on from it.
+
+        Raises `NotFoundError` and `InvalidRequestError` as `Backend.tokens`.
+        """
+        entry = self._open.get(request_id)
+        if entry is None:
+            raise not_running(request_id)
+        return entry.link.tokens(request_id, branch)
+
     def abort(self, request_id: str, sink: IngressSink) -> None:
         """End a request of `sink` without a reply. One that has ended, or is another's, is left alone."""
         entry = self._open.get(request_id)
@@ -238,6 +249,13 @@ class CoordinatorCore:
             return
         self._close(request_id, "aborted")
         entry.link.abort(request_id)
+
+    def stop_branch(self, request_id: str, branch: int, sink: IngressSink) -> None:
+        """End one branch of a request of `sink`, whose text is complete; `sink` gets that branch's last delta. One
+        that has ended, or is another's, is left alone."""
+        entry = self._open.get(request_id)
+        if entry is not None and entry.sink is sink:
+            self._deliver(entry.link.stop_branch(request_id, branch))
 
     def detach(self, sink: IngressSink) -> None:
         """The ingress is gone: end all its requests."""

@@ -1,4 +1,4 @@
-"""The coordinator's gRPC face: one stream for each ingress, and two unary calls for what can be asked.
+"""The coordinator's gRPC face: one stream for each ingress, and unary calls for what can be asked.
 
 Owns the outgoing side of each ingress. All deltas that wait when the stream can take a message go as one, so
 an ingress that keeps up gets one message a step and one that lags gets fewer, larger ones, up to a limit.
@@ -147,6 +147,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 del self._ingresses[ingress.ingress_id]
             logger.info("ingress %s left", ingress.ingress_id)
 
+    async def GetTokens(
+        self, request: coordinator_pb2.GetTokensRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetTokensResponse:
+        try:
+            found = self._core.tokens(request.request_id, request.branch)
+        except OctavoError as error:
+            return coordinator_pb2.GetTokensResponse(error=codec.encode_error(error))
+        return coordinator_pb2.GetTokensResponse(
+            token_ids=codec.encode_ints(found.token_ids),
+            num_prompt_tokens=found.num_prompt_tokens,
+            cache_salt=found.cache_salt,
+            adapter=found.adapter,
+        )
+
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:
@@ -190,7 +204,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             if command == "submit":
                 self._submit(ingress, message)
             elif command == "abort":
-                self._core.abort(message.abort.request_id, ingress)
+                if message.abort.HasField("branch"):
+                    self._core.stop_branch(message.abort.request_id, message.abort.branch, ingress)
+                else:
+                    self._core.abort(message.abort.request_id, ingress)
             else:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"unexpected {command} on a request stream"

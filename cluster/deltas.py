@@ -69,4 +69,5 @@ def _delta(request_id: str, branch: int, found: _Branch, error: OctavoError | No
         error=message,
         error_name=name,
         metrics=(end.metrics if end else None) or found.metrics,
+        score=end.score if end else None,
     )

@@ -162,8 +162,11 @@ class BranchText:
 
     __slots__ = ("_checker", "_detokenizer", "_include_stop", "_min_tokens", "num_tokens", "stopped")
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, context: Sequence[int] = ()) -> None:
+        """`context`: ids before the first whose text was told elsewhere, up to a character that they leave
+        unfinished."""
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer.push(context)
         self._checker = (
             StopStringChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         )

@@ -14,27 +14,23 @@ import itertools
 import queue
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from octavo.cluster.detokenizer import BranchText
 from octavo.cluster.engine_loop import EngineLoop
-from octavo.cluster.outputs import CompletionOutput, RequestOutput
+from octavo.cluster.engine_output import Collector, EngineStream
+from octavo.cluster.forking import params_of_fork
+from octavo.cluster.outputs import RequestOutput
 from octavo.cluster.progress import progress_bar
 from octavo.cluster.tokenizer import Tokenizer
-from octavo.protos import errors
 from octavo.protos.errors import InvalidRequestError
 from octavo.protos.types import (
-    FinishReason,
     Int32Array,
     ModelInfo,
-    OutputDelta,
     Request,
-    RequestMetrics,
     SamplingParams,
-    TokenLogprobs,
     WorkerInfo,
     checked_prompt_ids,
 )
@@ -51,16 +47,6 @@ SEED_MASK = 2**64 - 1
 """`Request.seed` is unsigned; a negative `params.seed` stands for its two's complement."""
 PROGRESS_FROM_REQUESTS = 8
 """Fewer than this are done before a bar could be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamDelta:
-    """What is new in one branch of a streamed request."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
 
 
 class Engine:
@@ -142,18 +128,26 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
     ) -> list[RequestOutput]:
         """Answer all `prompts` (strings or lists of token ids), in their order.
 
         `params`: one for all, or one each. `progress`: a bar on standard error; None shows one for long work in
-        a terminal. Raises `InvalidRequestError` before anything runs when any prompt or parameter is wrong, and
-        the error of the first request that failed.
+        a terminal. `cache_salt`: prefixes are shared only with requests of the same one. `use_prefix_cache` False:
+        cached prefixes are neither used nor left.
+
+        Raises `InvalidRequestError` before anything runs when any prompt or parameter is wrong, and the error of the
+        first request that failed.
         """
         given = _as_list(prompts)
-        requests = self._requests(given, params)
-        done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
+        requests = self._requests(given, params, cache_salt, use_prefix_cache)
+        done: queue.SimpleQueue[Collector] = queue.SimpleQueue()
         collectors = [
-            _Collector(self, request, prompt, done) for request, prompt in zip(requests, given, strict=True)
+            Collector(
+                self.loop, self.tokenizer, request, prompt if isinstance(prompt, str) else None, done.put
+            )
+            for request, prompt in zip(requests, given, strict=True)
         ]
         show = (
             progress
@@ -162,7 +156,7 @@ class Engine:
         )
         # A window, not all at once: a list of 100,000 prompts must not become a queue of 100,000.
         waiting = iter(collectors)
-        submitted: list[_Collector] = []
+        submitted: list[Collector] = []
 
         def submit_next() -> None:
             collector = next(waiting, None)
@@ -185,45 +179,59 @@ class Engine:
             raise
         return [collector.output() for collector in collectors]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
+    ) -> EngineStream:
         """Answer one prompt as it is made. Closing the iterator early aborts the request.
 
-        Raises like `generate`, at once and not at the first item.
+        Raises like `generate`, at once and not at the first item, and for `best_of` above n, whose best branches are
+        known at the end only.
         """
-        (request,) = self._requests([prompt], params)
-        deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        self.loop.submit(request, deltas.put)
-        return self._stream(request, deltas)
+        (request,) = self._requests([prompt], params, cache_salt, use_prefix_cache)
+        return self._stream(request)
 
-    def _stream(self, request: Request, deltas: queue.SimpleQueue[OutputDelta]) -> Iterator[StreamDelta]:
-        texts = [BranchText(self.tokenizer, request.params) for _ in range(request.params.n)]
-        live = set(range(request.params.n))
-        try:
-            while live:
-                delta = deltas.get()
-                if delta.error is not None:
-                    raise errors.revive(delta.error_name or "RequestFailedError", delta.error)
-                branch = delta.branch
-                if branch not in live:
-                    continue
-                text, stopped = _push(texts[branch], delta)
-                reason = FinishReason.STOP if stopped else delta.finish_reason
-                if stopped and delta.finish_reason is None:
-                    self.loop.stop_branch(request.request_id, branch)
-                if reason is not None:
-                    live.discard(branch)
-                if text or delta.token_ids or reason:
-                    yield StreamDelta(
-                        index=branch,
-                        text=text,
-                        token_ids=delta.token_ids,
-                        finish_reason=reason.value if reason else None,
-                    )
-        finally:
-            self.loop.abort(request.request_id)
+    def fork(
+        self, request: EngineStream | str, params: SamplingParams | None = None, *, branch: int = 0
+    ) -> EngineStream:
+        """Go on, in a request of its own, from where one branch of a running request stands now.
+
+        `request`: what `stream` gave, or its `request_id`. The new stream's prompt is the parent's prompt and the
+        `forked_at` output tokens that the branch had, whose blocks the two share while both run; it gives what comes
+        after them. Both go on, and neither depends on the other any more. `params`: None means the parent's, for one
+        branch, with what is left of its limits and a seed of its own. The prefix cache's salt is the parent's.
+
+        Raises `NotFoundError` for a request that has ended, `InvalidRequestError` (param "branch") for a branch that
+        has, and like `stream`.
+        """
+        request_id = request if isinstance(request, str) else request.request_id
+        parent, token_ids = self.loop.parent_of(request_id, branch)
+        forked_at = len(token_ids) - parent.num_prompt_tokens
+        if params is None:
+            params = params_of_fork(parent.params, forked_at)
+        params.check_vocab(self.model.vocab_size)
+        fork = self._request(token_ids, params, parent.cache_salt, parent.use_prefix_cache)
+        return self._stream(replace(fork, adapter=parent.adapter, fork_of=request_id), forked_at)
+
+    def _stream(self, request: Request, forked_at: int | None = None) -> EngineStream:
+        if request.params.ranks_by_logprob:
+            raise InvalidRequestError(
+                f"best_of above n ({request.params.n}) cannot be streamed: which branches are the best is known at "
+                "the end",
+                param="best_of",
+            )
+        return EngineStream(self.loop, self.tokenizer, request, forked_at=forked_at)
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str,
+        use_prefix_cache: bool,
     ) -> list[Request]:
         if params is None:
             params = SamplingParams()
@@ -233,11 +241,15 @@ class Engine:
                 f"params must be one, or one for each of the {len(prompts)} prompts; got {len(each)}",
                 param="params",
             )
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(
+                f"cache_salt must be a string, got {cache_salt!r:.80}", param="cache_salt"
+            )
         vocab_size = self.model.vocab_size
         for one in each:
             one.check_vocab(vocab_size)
         return [
-            self._request(self._prompt_ids(prompt, vocab_size), one)
+            self._request(self._prompt_ids(prompt, vocab_size), one, cache_salt, bool(use_prefix_cache))
             for prompt, one in zip(prompts, each, strict=True)
         ]
 
@@ -246,13 +258,17 @@ class Engine:
             return checked_prompt_ids(self.tokenizer.encode(prompt), vocab_size)
         return checked_prompt_ids(prompt, vocab_size)
 
-    def _request(self, prompt_token_ids: Int32Array, params: SamplingParams) -> Request:
+    def _request(
+        self, prompt_token_ids: Int32Array, params: SamplingParams, cache_salt: str, use_prefix_cache: bool
+    ) -> Request:
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=params,
             seed=(params.seed if params.seed is not None else self._draw_seed()) & SEED_MASK,
             eos_token_ids=() if params.ignore_eos else self.model.eos_token_ids,
+            cache_salt=cache_salt,
+            use_prefix_cache=use_prefix_cache,
         )
         resolve_max_tokens(request, self._scheduler_config)
         return request
@@ -283,91 +299,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Collector:
-    """Gathers the deltas of one request on the loop's thread and tells `done` once, at its end."""
-
-    def __init__(
-        self, engine: Engine, request: Request, prompt: Prompt, done: queue.SimpleQueue[_Collector]
-    ) -> None:
-        self.request = request
-        self._prompt = prompt if isinstance(prompt, str) else None
-        self._engine = engine
-        self._done = done
-        n, params = request.params.n, request.params
-        self._texts = [BranchText(engine.tokenizer, params) for _ in range(n)]
-        self._parts: list[list[str]] = [[] for _ in range(n)]
-        self._token_ids: list[list[int]] = [[] for _ in range(n)]
-        self._logprobs: list[list[TokenLogprobs | None]] = [[] for _ in range(n)]
-        self._reasons: list[FinishReason | None] = [None] * n
-        self._metrics = RequestMetrics()
-        self._error: tuple[str, str] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self._token_ids))
-
-    def take(self, delta: OutputDelta) -> None:
-        branch = delta.branch
-        if delta.error is not None:
-            self._error = (delta.error_name or "RequestFailedError", delta.error)
-        elif self._reasons[branch] is None:
-            self._take_tokens(branch, delta)
-        if delta.request_finished:
-            self._metrics = delta.metrics or self._metrics
-            self._done.put(self)
-
-    def _take_tokens(self, branch: int, delta: OutputDelta) -> None:
-        text, stopped = _push(self._texts[branch], delta)
-        self._parts[branch].append(text)
-        self._token_ids[branch] += delta.token_ids
-        self._logprobs[branch] += delta.logprobs or (None,) * len(delta.token_ids)
-        self._reasons[branch] = delta.finish_reason
-        if stopped:
-            self._reasons[branch] = FinishReason.STOP
-            if delta.finish_reason is None:
-                self._engine.loop.stop_branch(self.request.request_id, branch)
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise errors.revive(*self._error)
-
-    def output(self) -> RequestOutput:
-        params = self.request.params
-        outputs = []
-        for branch, text in enumerate(self._texts):
-            # A stop string ends the branch at the token that completed it; the same step may have made more.
-            count = text.num_tokens
-            logprobs = tuple(self._logprobs[branch][:count]) if params.logprobs is not None else None
-            reason = self._reasons[branch]
-            outputs.append(
-                CompletionOutput(
-                    index=branch,
-                    text="".join(self._parts[branch]),
-                    token_ids=tuple(self._token_ids[branch][:count]),
-                    finish_reason=reason.value if reason else None,
-                    logprobs=logprobs,
-                    cumulative_logprob=None
-                    if logprobs is None
-                    else sum(entry.logprob for entry in logprobs if entry is not None),
-                )
-            )
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=tuple(self.request.prompt_token_ids.tolist()),
-            outputs=tuple(outputs),
-            metrics=self._metrics,
-        )
-
-
-def _push(text: BranchText, delta: OutputDelta) -> tuple[str, bool]:
-    return text.push(
-        delta.token_ids,
-        finished=delta.finish_reason is not None,
-        stop_token=delta.finish_reason is FinishReason.STOP and bool(delta.token_ids),
-    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

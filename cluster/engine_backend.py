@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.engine_loop import EngineLoop
+from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
@@ -39,6 +40,14 @@ class EngineBackend:
         finally:
             if not finished:
                 self._loop.abort(request.request_id)
+
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """See `Backend.tokens`."""
+        return TokensSoFar.of(*self._loop.parent_of(request_id, branch))
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        """See `Backend.stop_branch`."""
+        self._loop.stop_branch(request_id, branch)
 
     async def health(self) -> HealthReport:
         error = self._loop.error

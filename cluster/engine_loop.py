@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
+from octavo.cluster.forking import parent_of
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
-from octavo.protos.types import FinishReason, OutputDelta, Request, StepPlan, StepResult
+from octavo.protos.types import FinishReason, Int32Array, OutputDelta, Request, StepPlan, StepResult
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
 
@@ -78,6 +79,11 @@ class EngineLoop:
         with self._work:
             self._outbox += deltas_of(self._scheduler.abort_branch(request_id, branch, self._clock()))
             self._work.notify()
+
+    def parent_of(self, request_id: str, branch: int) -> tuple[Request, Int32Array]:
+        """See `forking.parent_of`."""
+        with self._lock:
+            return parent_of(self._scheduler, request_id, branch)
 
     @property
     def error(self) -> OctavoError | None:

@@ -25,11 +25,14 @@ class CompletionOutput:
     """[len(token_ids)] when `SamplingParams.logprobs` asked for them, else None."""
     cumulative_logprob: float | None = None
     """Sum over the chosen tokens, natural log; None when log-probabilities were not asked for."""
+    score: float | None = None
+    """What a beam search ranked it by; None for sampled branches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One request, complete: `outputs` has one entry per branch, in order of `index`."""
+    """One request, complete: `outputs` has one entry for each of `n` branches, in order of `index`; with `best_of` and
+    beams that is best first."""
 
     request_id: str
     prompt: str | None
@@ -38,3 +41,5 @@ class RequestOutput:
     """Over HTTP, empty when the server does not know `return_token_ids`."""
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    forked_at: int | None = None
+    """Of a fork: output tokens of its parent that the prompt ends with."""

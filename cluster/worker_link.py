@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.cluster.deltas import deltas_of
+from octavo.cluster.forking import TokensSoFar, parent_of
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
@@ -124,6 +125,16 @@ class WorkerLink:
         events = self.scheduler.abort(request_id, self._clock())
         self._wake.set()
         return deltas_of(events)
+
+    def stop_branch(self, request_id: str, branch: int) -> list[OutputDelta]:
+        """End one branch with STOP. Its last delta, none when it has ended."""
+        events = self.scheduler.abort_branch(request_id, branch, self._clock())
+        self._wake.set()
+        return deltas_of(events)
+
+    def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        """Raises as `forking.parent_of`."""
+        return TokensSoFar.of(*parent_of(self.scheduler, request_id, branch))
 
     def fail_all(self, error: OctavoError) -> list[OutputDelta]:
         """End every unfinished request with `error`. Their last deltas."""

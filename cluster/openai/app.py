@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,24 +18,36 @@ from starlette.responses import Response
 
 from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
+from octavo.cluster.forking import fork_context
 from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
 from octavo.cluster.openai import errors, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.chat import ChatShape
-from octavo.cluster.openai.completions import CompletionShape
+from octavo.cluster.openai.completions import CompletionShape, echoes_of
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON
 from octavo.cluster.openai.front_door import FrontDoor
 from octavo.cluster.openai.generation import Generation
-from octavo.cluster.openai.prompts import Prompt, build_requests, chat_prompt, completion_prompts
+from octavo.cluster.openai.prompts import (
+    Prompt,
+    build_requests,
+    chat_prompt,
+    completion_prompts,
+    fork_request,
+)
 from octavo.cluster.openai.rendering import JsonRenderer, Shape
-from octavo.cluster.openai.schemas import Call, parse_chat, parse_completion
+from octavo.cluster.openai.schemas import Call, parse_chat, parse_completion, parse_fork
 from octavo.cluster.openai.sse import GenerationResponse
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import NotFoundError
+from octavo.protos.types import Request as GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+REQUEST_IDS_HEADER = "x-octavo-request-id"
+"""One id a prompt, comma separated: what a running request is forked by."""
+REQUEST_IDS_MAX = 64
+"""More would not fit what clients and proxies allow headers; the others are numbered on."""
 IGNORED_FIELDS_HEADER = "x-octavo-ignored-fields"
 
 
@@ -77,6 +89,7 @@ class _Routes:
         for path, handler, *methods in (
             ("/v1/chat/completions", self.chat_completions, "POST"),
             ("/v1/completions", self.completions, "POST"),
+            ("/v1/fork", self.fork, "POST"),
             ("/v1/models", self.models, "GET"),
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
@@ -97,7 +110,10 @@ class _Routes:
         call = parse_chat(await read_json(request, self._config), self._config)
         name = self._served(call.model)
         prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
-        return self._reply(call, prompts, ChatShape(call), name, "chatcmpl", "messages", arrived)
+        requests = build_requests(
+            call, prompts, self._backend.model, self._config, prefix="chatcmpl", param="messages"
+        )
+        return self._reply(call, prompts, requests, ChatShape(call), name, arrived)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's text completions."""
@@ -105,31 +121,63 @@ class _Routes:
         call = parse_completion(await read_json(request, self._config), self._config)
         name = self._served(call.model)
         prompts = await completion_prompts(call, self._tokenizer, self._backend.model, self._config)
-        shape = CompletionShape(call, prompts, self._tokenizer)
-        return self._reply(call, prompts, shape, name, "cmpl", "prompt", arrived)
+        requests = build_requests(
+            call, prompts, self._backend.model, self._config, prefix="cmpl", param="prompt"
+        )
+        shape = CompletionShape(call, echoes_of(call, prompts, self._tokenizer))
+        return self._reply(call, prompts, requests, shape, name, arrived)
+
+    async def fork(self, request: Request) -> Response:
+        """A completion that goes on from where a running request stands: an extension."""
+        arrived = time.perf_counter()
+        call = parse_fork(await read_json(request, self._config), self._config)
+        name = self._served(call.model)
+        parent = await self._backend.tokens(call.request_id, call.branch)
+        fork = fork_request(call, parent, self._backend.model, self._config)
+        forked_at = parent.num_output_tokens
+        return self._reply(
+            call,
+            [Prompt(parent.token_ids)],
+            [fork],
+            CompletionShape(call),
+            name,
+            arrived,
+            context=fork_context(fork, forked_at),
+            extensions={"fork": {"of": call.request_id, "branch": call.branch, "at": forked_at}},
+        )
 
     def _reply(
         self,
         call: Call,
         prompts: Sequence[Prompt],
+        requests: Sequence[GenerationRequest],
         shape: Shape,
         name: str,
-        prefix: str,
-        param: str,
         arrived: float,
+        *,
+        context: Sequence[int] = (),
+        extensions: Mapping[str, Any] | None = None,
     ) -> Response:
-        requests = build_requests(
-            call, prompts, self._backend.model, self._config, prefix=prefix, param=param
-        )
-        call_id = requests[0].request_id.removesuffix("-0")
+        ids = [request.request_id for request in requests]
+        headers = {REQUEST_IDS_HEADER: ", ".join(ids[:REQUEST_IDS_MAX])}
+        if call.ignored:
+            headers[IGNORED_FIELDS_HEADER] = ", ".join(call.ignored)
         return GenerationResponse(
-            Generation(self._backend, self._tokenizer, requests, self._metrics),
-            JsonRenderer(shape, call, prompts, self._tokenizer, call_id=call_id, model_name=name),
+            Generation(self._backend, self._tokenizer, requests, self._metrics, context),
+            JsonRenderer(
+                shape,
+                call,
+                prompts,
+                self._tokenizer,
+                call_id=ids[0].removesuffix("-0"),
+                model_name=name,
+                extensions=extensions,
+            ),
             stream=call.stream,
             metrics=self._metrics,
             config=self._config,
             arrived=arrived,
-            headers={IGNORED_FIELDS_HEADER: ", ".join(call.ignored)} if call.ignored else None,
+            headers=headers,
         )
 
     def _served(self, name: str | None) -> str:

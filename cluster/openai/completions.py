@@ -8,25 +8,31 @@ from typing import Any
 from octavo.cluster.openai.generation import Update
 from octavo.cluster.openai.logprobs import LogprobWriter
 from octavo.cluster.openai.prompts import Prompt
-from octavo.cluster.openai.schemas import CompletionCall
+from octavo.cluster.openai.schemas import Call, CompletionCall
 from octavo.cluster.tokenizer import Tokenizer
 
 
+def echoes_of(call: CompletionCall, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[str] | None:
+    """The prompts' texts when `call` asks for them."""
+    if not call.echo:
+        return None
+    return [
+        prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids.tolist(), False)
+        for prompt in prompts
+    ]
+
+
 class CompletionShape:
-    """`rendering.Shape` of /v1/completions."""
+    """`rendering.Shape` of /v1/completions and /v1/fork."""
 
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, call: CompletionCall, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call, echoes: Sequence[str] | None = None) -> None:
+        """`echoes`: one text a prompt, to go before its choices; None: none is asked for."""
         self._n = call.params.n
         self._num_top = call.params.logprobs or 0
-        self._echoes: list[str] | None = None
-        if call.echo:
-            self._echoes = [
-                prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids.tolist(), False)
-                for prompt in prompts
-            ]
+        self._echoes = echoes
 
     def chunk(self, update: Update, logprobs: dict[str, Any] | None, first: bool) -> list[dict[str, Any]]:
         text = self.echoed(update.index) + update.text if first else update.text

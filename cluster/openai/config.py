@@ -32,7 +32,7 @@ class HttpConfig:
     """Calls that generate, at once, in this process; more are refused with 429."""
     prompts_per_request_max: int = 1024
     choices_per_request_max: int = 2048
-    """Prompts times n."""
+    """Prompts times n, or times `best_of` or `beam_width` where more branches run than are returned."""
     messages_per_request_max: int = 4096
     stop_strings_max: int = 4
     retry_after_seconds: float = 1.0

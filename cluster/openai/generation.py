@@ -11,12 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from octavo.cluster.backend import Backend
 from octavo.cluster.detokenizer import BranchText
 from octavo.cluster.metrics import HttpMetrics
+from octavo.cluster.ranking import best_branches, num_branches_told
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import IntegrityError, OctavoError, RequestFailedError, UnavailableError, revive
 from octavo.protos.types import FinishReason, OutputDelta, Request, RequestMetrics, TokenLogprobs
@@ -29,12 +30,14 @@ class Update:
     """What came for one choice since the last look; deltas that were there at once are one update."""
 
     index: int
-    """Of the choice: prompt number times n, plus branch."""
+    """Of the choice: prompt number times n, plus branch. While `best_of` branches run, times their number."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """As many as `token_ids`, or none when the call did not ask."""
+    """As many as `token_ids`, or none when neither the call nor the ranking of `best_of` asks."""
     finish_reason: str | None = None
+    score: float | None = None
+    """What a beam search ranked it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,23 @@ class Generation:
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, requests: Sequence[Request], metrics: HttpMetrics
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        metrics: HttpMetrics,
+        context: Sequence[int] = (),
     ) -> None:
+        """`context`: see `BranchText`."""
         self.requests = tuple(requests)
         self._backend = backend
         self._metrics = metrics
         self._branches: list[list[_Branch]] = []
         for number, request in enumerate(requests):
-            first = number * request.params.n
+            count = num_branches_told(request.params)
+            first = number * count
             self._branches.append(
-                [_Branch(first + i, BranchText(tokenizer, request.params)) for i in range(request.params.n)]
+                [_Branch(first + i, BranchText(tokenizer, request.params, context)) for i in range(count)]
             )
         self._request_metrics: list[RequestMetrics | None] = [None] * len(requests)
         self._pending: dict[int, Update] = {}
@@ -121,7 +131,7 @@ class Generation:
         return self._num_running == 0
 
     async def next(self) -> list[Update] | None:
-        """What is new, in order of choice; None when all is told.
+        """What is new, in order of choice; None when all is told. Not for calls whose branches are ranked at the end.
 
         Raises the `OctavoError` that ended a request, once what came before it is told.
         """
@@ -135,14 +145,27 @@ class Generation:
         return self._take_pending()
 
     async def all(self) -> list[Update]:
-        """Everything, one update a choice, once all have ended. Wakes once, not at every token.
+        """Everything, one update a choice, once all have ended; with `best_of` the best, best first. Wakes once, not
+        at every token.
 
         Raises the `OctavoError` that ended a request.
         """
         await self._over.wait()
         if self._error is not None:
             raise self._error
-        return self._take_pending()
+        return self._ranked(self._take_pending())
+
+    def _ranked(self, updates: list[Update]) -> list[Update]:
+        """`updates` of finished requests without the branches that lost, numbered by rank."""
+        told, ranked = iter(updates), []
+        for number, request in enumerate(self.requests):
+            group = [next(told) for _ in self._branches[number]]
+            if request.params.ranks_by_logprob:
+                n = request.params.n
+                order = best_branches([update.logprobs for update in group], n)
+                group = [replace(group[branch], index=number * n + rank) for rank, branch in enumerate(order)]
+            ranked += group
+        return ranked
 
     def _take_pending(self) -> list[Update]:
         updates = [self._pending[index] for index in sorted(self._pending)]
@@ -150,7 +173,7 @@ class Generation:
         return updates
 
     def usage(self) -> Usage:
-        """Counts so far; final once `next` gave None."""
+        """Counts so far; final once `next` gave None. Branches that `best_of` drops were generated, so they count."""
         return Usage(
             prompt_tokens=sum(request.num_prompt_tokens for request in self.requests),
             completion_tokens=sum(branch.text.num_tokens for group in self._branches for branch in group),
@@ -204,6 +227,8 @@ class Generation:
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise _as_error(delta)
         branch = self._branches[number][delta.branch]
+        if branch.ended:
+            return  # by a stop string, before the scheduler heard of it
         if delta.offset != branch.num_received:
             raise IntegrityError(
                 f"request {request.request_id}: branch {delta.branch} has {branch.num_received} tokens and "
@@ -213,8 +238,11 @@ class Generation:
             self.first_token_at = time.perf_counter()
         self._metrics.on_tokens(len(delta.token_ids), first=branch.num_received == 0)
         branch.num_received += len(delta.token_ids)
-        if not branch.ended and (delta.token_ids or delta.finish_reason is not None):
+        if delta.token_ids or delta.finish_reason is not None:
             self._extend(branch, request, delta)
+        if branch.ended and delta.finish_reason is None and not self._all_ended(number):
+            # Its siblings go on; after the last of them the whole request is aborted.
+            self._backend.stop_branch(request.request_id, delta.branch)
 
     def _extend(self, branch: _Branch, request: Request, delta: OutputDelta) -> None:
         finished = delta.finish_reason is not None
@@ -229,12 +257,13 @@ class Generation:
             update = self._pending[branch.index] = Update(branch.index)
         update.text += text
         update.token_ids += delta.token_ids[:counted]
-        if request.params.logprobs is not None:
+        if request.params.logprobs is not None or request.params.ranks_by_logprob:
             update.logprobs += _aligned(delta)[:counted]
         if stopped or finished:
             reason = FinishReason.STOP if stopped else delta.finish_reason
             assert reason is not None
             update.finish_reason = reason.value
+            update.score = delta.score
             branch.ended = True
             self._metrics.on_choice(reason.value)
         self._news.set()

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.cluster.forking import TokensSoFar
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.messages import normalise_messages
-from octavo.cluster.openai.schemas import Call, ChatCall, CompletionCall
+from octavo.cluster.openai.schemas import Call, ChatCall, CompletionCall, ForkCall
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.protos.types import Int32Array, ModelInfo, Request, SamplingParams, checked_prompt_ids
@@ -117,10 +118,11 @@ def build_requests(
     Raises `RequestTooLargeError` when a prompt and an explicit token limit cannot both be kept, and
     `InvalidRequestError` for token ids outside the vocabulary; `param` names the prompt's field.
     """
-    choices = len(prompts) * call.params.n
+    choices = len(prompts) * call.params.num_branches
     if choices > config.choices_per_request_max:
         raise InvalidRequestError(
-            f"prompts times n is at most {config.choices_per_request_max}, got {choices}", param="n"
+            f"prompts times n (or best_of, or beam_width) is at most {config.choices_per_request_max}, got {choices}",
+            param="n",
         )
     call.params.check_vocab(model.vocab_size)
     base = f"{prefix}-{uuid.uuid4().hex}"
@@ -133,9 +135,21 @@ def build_requests(
             eos_token_ids=() if call.params.ignore_eos else model.eos_token_ids,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            use_prefix_cache=call.use_prefix_cache,
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def fork_request(call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig) -> Request:
+    """A request that goes on from where `parent` stands, under its salt and adapter whatever `call` says.
+
+    Raises as `build_requests`.
+    """
+    (request,) = build_requests(
+        call, [Prompt(parent.token_ids)], model, config, prefix="cmpl", param="request_id"
+    )
+    return replace(request, cache_salt=parent.cache_salt, adapter=parent.adapter, fork_of=call.request_id)
 
 
 def _seed(params: SamplingParams) -> int:

@@ -7,7 +7,7 @@ of sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -60,7 +60,9 @@ class JsonRenderer:
         *,
         call_id: str,
         model_name: str,
+        extensions: Mapping[str, Any] | None = None,
     ) -> None:
+        """`extensions`: fields of ours that every object carries."""
         self._shape = shape
         self._call = call
         self._prompts = prompts
@@ -73,6 +75,7 @@ class JsonRenderer:
             "created": int(time.time()),
             "model": model_name,
             "system_fingerprint": FINGERPRINT,
+            **(extensions or {}),
         }
         # A stream repeats the frame in every event, so it is written once; only choices differ.
         self._chunk_head = orjson.dumps(self._frame)[:-1] + b',"choices":['
@@ -92,6 +95,7 @@ class JsonRenderer:
             if not (first or update.text or update.finish_reason or logprobs or tells_ids):
                 continue  # a part of a character, or what may become a stop string: nothing to tell yet
             choices = self._shape.chunk(update, logprobs, first)
+            _add_score(choices[-1], update)
             if self._call.return_token_ids:
                 self._add_ids(choices[-1], update, with_prompt=first)
             events += [
@@ -108,6 +112,7 @@ class JsonRenderer:
         choices = []
         for update in updates:
             choice = self._shape.choice(update, self._logprobs(update) if self._wants_logprobs else None)
+            _add_score(choice, update)
             if self._call.return_token_ids:
                 self._add_ids(choice, update, with_prompt=True)
             choices.append(choice)
@@ -137,3 +142,9 @@ class JsonRenderer:
         choice["token_ids"] = update.token_ids
         if with_prompt:
             choice["prompt_token_ids"] = self._prompts[update.index // self._call.params.n].token_ids.tolist()
+
+
+def _add_score(choice: dict[str, Any], update: Update) -> None:
+    """An extension: what a beam search ranked the choice by."""
+    if update.score is not None:
+        choice["score"] = update.score

@@ -16,7 +16,7 @@ from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import UnsupportedParameterError
 from octavo.protos.errors import InvalidRequestError
-from octavo.protos.types import MAX_LOGPROBS, SamplingParams
+from octavo.protos.types import MAX_LOGPROBS, MAX_N, SamplingParams
 
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat goes on to the model's limit."""
@@ -25,6 +25,10 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 _SAMPLING_NAMES = (
     "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "min_tokens",
     "temperature",
     "top_p",
@@ -43,8 +47,6 @@ _SAMPLING_NAMES = (
 
 _UNSUPPORTED: dict[str, Collection[Any]] = {
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -66,6 +68,13 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
 """Known, not served: field to the values that ask for nothing and so are let through."""
 
 _UNSUPPORTED_COMPLETIONS: dict[str, Collection[Any]] = {**_UNSUPPORTED, "suffix": ("",)}
+
+_UNSUPPORTED_FORK: dict[str, Collection[Any]] = {
+    **_UNSUPPORTED_COMPLETIONS,
+    "prompt": (),
+    "messages": (),
+    "echo": (False,),
+}
 
 _UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
     **_UNSUPPORTED,
@@ -111,6 +120,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     cache_salt: str = ""
+    use_prefix_cache: bool = True
     priority: int = 0
     return_token_ids: bool = False
     add_special_tokens: bool = True
@@ -134,30 +144,52 @@ class ChatCall(Call):
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkCall(Call):
+    request_id: str
+    """Of the parent."""
+    branch: int
+
+
 def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
     """Raises `InvalidRequestError` naming the field."""
     if "prompt" not in body:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
     body.refuse(_UNSUPPORTED_COMPLETIONS)
-    sampling = _sampling(body, config)
-    explicit = "max_tokens" in body
-    sampling["max_tokens"] = body.any("max_tokens") if explicit else COMPLETIONS_MAX_TOKENS
-    if "logprobs" in body:
-        sampling["logprobs"] = body.any("logprobs")
+    params = _completion_params(body, config)
     echo = body.flag("echo")
     if echo and "logprobs" in body:
         raise UnsupportedParameterError(
             "logprobs", "of the prompt (with echo) is not supported by this server"
         )
-    params = SamplingParams(**sampling)
-    if "best_of" in body and body.integer("best_of", 1, 1, 2**31 - 1) != params.n:
-        raise UnsupportedParameterError(
-            "best_of", f"must equal n ({params.n}); sampling more is not supported"
-        )
     return CompletionCall(
-        **_common(body, params, explicit), prompt=prompt, echo=echo, add_special_tokens=_special(body, True)
+        **_common(body, params, "max_tokens" in body),
+        prompt=prompt,
+        echo=echo,
+        add_special_tokens=_special(body, True),
     )
+
+
+def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
+    """Raises `InvalidRequestError` naming the field."""
+    request_id = body.text("request_id")
+    if not request_id:
+        raise InvalidRequestError("request_id is missing", param="request_id")
+    if "cache_salt" in body:
+        raise UnsupportedParameterError("cache_salt", "cannot be chosen: a fork has its parent's")
+    body.refuse(_UNSUPPORTED_FORK)
+    params = _completion_params(body, config)
+    branch = body.integer("branch", 0, 0, MAX_N - 1)
+    return ForkCall(**_common(body, params, "max_tokens" in body), request_id=request_id, branch=branch)
+
+
+def _completion_params(body: Body, config: HttpConfig) -> SamplingParams:
+    sampling = _sampling(body, config)
+    sampling["max_tokens"] = body.any("max_tokens") if "max_tokens" in body else COMPLETIONS_MAX_TOKENS
+    if "logprobs" in body:
+        sampling["logprobs"] = body.any("logprobs")
+    return SamplingParams(**sampling)
 
 
 def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
@@ -237,6 +269,11 @@ def _sampling(body: Body, config: HttpConfig) -> dict[str, Any]:
 def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> dict[str, Any]:
     """Keyword arguments of `Call`. Called last: what nobody has asked for by now is unknown."""
     stream = body.flag("stream")
+    if stream and params.ranks_by_logprob:
+        raise InvalidRequestError(
+            f"best_of above n ({params.n}) cannot be streamed: which choices are the best is known at the end",
+            param="best_of",
+        )
     include_usage = False
     options = body.object("stream_options")
     if options is not None:
@@ -253,6 +290,7 @@ def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> di
         "stream": stream,
         "include_usage": include_usage,
         "cache_salt": body.text("cache_salt", "") or "",
+        "use_prefix_cache": body.flag("use_prefix_cache", True),
         "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
         "return_token_ids": body.flag("return_token_ids"),
     }

@@ -18,6 +18,7 @@ from octavo.protos import coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     ConfigError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     RequestTooLargeError,
     UnavailableError,
@@ -115,6 +116,74 @@ def test_the_tokens_of_a_request_arrive_in_order_and_complete():
             backend = await cluster.backend()
             request = make_request("a", max_tokens=40)
             assert await collect(backend, request) == {0: expected(request)}
+            await cluster.idle()
+
+    run(test())
+
+
+def test_a_branch_that_is_stopped_computes_no_more_and_its_sibling_goes_on():
+    async def test():
+        async with Cluster(step_seconds=0.002) as cluster:
+            backend, other = await cluster.backend(), await cluster.backend()
+            request = make_request("a", max_tokens=150, n=2)
+            tokens, reasons = {0: [], 1: []}, {}
+            async for delta in backend.submit(request):
+                assert delta.offset == len(tokens[delta.branch])
+                tokens[delta.branch] += delta.token_ids
+                if delta.finish_reason is not None:
+                    reasons[delta.branch] = delta.finish_reason
+                if delta.branch == 0 and len(tokens[0]) == 3:
+                    other.stop_branch("a", 1)  # not its request
+                    backend.stop_branch("a", 0)
+                    backend.stop_branch("a", 0)
+                    backend.stop_branch("unknown", 0)
+            assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+            assert tokens[1] == expected(request, 1)
+            assert tokens[0] == expected(request, 0)[: len(tokens[0])]
+            await cluster.idle()
+            snapshot = cluster.scheduler().snapshot()
+            assert snapshot["sampled_tokens"] < 150 + 75
+            assert cluster.core.stats()["requests"] == {
+                "submitted": 1, "rejected": 0, "finished": 1, "failed": 0, "aborted": 0
+            }  # fmt: skip
+            # Nothing is unfinished, and nothing happens.
+            backend.stop_branch("a", 1)
+
+    run(test())
+
+
+def test_a_fork_goes_on_from_what_its_parent_has_through_any_ingress():
+    async def test():
+        async with Cluster(2, step_seconds=0.002) as cluster:
+            backend, other = await cluster.backend(), await cluster.backend()
+            parent = replace(make_request("parent", max_tokens=100, n=2), cache_salt="tenant")
+            stream = backend.submit(parent)
+            outputs = []
+            async for delta in stream:
+                if delta.branch == 1:
+                    outputs += delta.token_ids
+                if len(outputs) >= 10:
+                    break
+            found = await other.tokens("parent", 1)
+            assert found.token_ids.tolist() == [
+                *parent.prompt_token_ids, *expected(parent, 1)[: found.num_output_tokens]
+            ]  # fmt: skip
+            assert found.num_output_tokens >= 10
+            assert (found.num_prompt_tokens, found.cache_salt, found.adapter) == (5, "tenant", "")
+            fork = replace(
+                make_request("fork", found.token_ids.tolist(), max_tokens=20),
+                cache_salt=found.cache_salt,
+                fork_of="parent",
+            )
+            assert await collect(other, fork) == {0: expected(fork)}
+            with pytest.raises(InvalidRequestError) as caught:
+                await backend.tokens("parent", 2)
+            assert caught.value.param == "branch"
+            for ended in ("fork", "never"):
+                with pytest.raises(NotFoundError) as unknown:
+                    await backend.tokens(ended, 0)
+                assert unknown.value.param == "request_id"
+            await stream.aclose()
             await cluster.idle()
 
     run(test())

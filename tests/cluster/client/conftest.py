@@ -27,6 +27,7 @@ class FakeServer:
             routes=[
                 Route("/v1/completions", self._answer, methods=["POST"]),
                 Route("/v1/chat/completions", self._answer, methods=["POST"]),
+                Route("/v1/fork", self._answer, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
@@ -89,7 +90,8 @@ class FakeServer:
             if self.failures:
                 return self.failures.popleft()
             if body.get("stream"):
-                return StreamingResponse(self._stream(), media_type="text/event-stream")
+                headers = {"x-octavo-request-id": f"cmpl-{len(self.bodies)}"}
+                return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
             return JSONResponse(completion(body), headers={"x-request-id": f"req-{len(self.bodies)}"})
         finally:
             self.in_flight -= 1
@@ -103,14 +105,16 @@ class FakeServer:
 def completion(body: dict[str, Any]) -> dict[str, Any]:
     """A complete answer to `body`."""
     chat = "messages" in body
-    asked = body["messages"][-1]["content"] if chat else body["prompt"]
+    asked = body["messages"][-1]["content"] if chat else body.get("prompt", body.get("request_id"))
     text = f"echo:{asked}"
     choices = []
     for index in reversed(range(body.get("n", 1))):
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop", "token_ids": [7, 8, 9]}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         choices.append(choice)
+    fork = {"fork": {"of": asked, "branch": body["branch"], "at": 5}} if "branch" in body else {}
     return {
+        **fork,
         "id": "cmpl-1",
         "model": body["model"],
         "choices": choices,

@@ -12,8 +12,8 @@ import orjson
 import pytest
 from starlette.responses import Response
 
-from octavo.cluster.async_client import _error_of
 from octavo.cluster.client import AsyncClient, Client
+from octavo.cluster.client_http import _error_of
 from octavo.protos import errors
 from octavo.protos.types import SamplingParams
 

@@ -32,11 +32,15 @@ DIFFERENT = {
     "ignore_eos": True,
     "logprobs": 2,
     "skip_special_tokens": False,
+    "best_of": 3,
 }
+BEAMS = {"n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
 
 
 def test_every_sampling_parameter_travels():
-    assert set(DIFFERENT) == {spec.name for spec in fields(SamplingParams)}
+    assert {*DIFFERENT, *BEAMS} == {spec.name for spec in fields(SamplingParams)}
+    beams = protocol.build_call("p", SamplingParams(**BEAMS), model="m").body
+    assert {name: beams[name] for name in BEAMS} == BEAMS
     body = protocol.build_call("p", SamplingParams(**DIFFERENT), model="m").body
     sent = orjson.loads(orjson.dumps(body))
     assert {name: sent[name] for name in DIFFERENT} == {
@@ -56,6 +60,17 @@ def test_defaults_do_not_travel_unless_openais_differ():
         "max_tokens": 16,
         "return_token_ids": True,
     }
+
+
+def test_what_concerns_the_prefix_cache_travels_when_it_is_said():
+    body = protocol.build_call("p", SamplingParams(), model="m", cache_salt="a", use_prefix_cache=False).body
+    assert (body["cache_salt"], body["use_prefix_cache"]) == ("a", False)
+
+
+def test_the_score_of_a_beam_is_read():
+    reply = {"id": "x", "choices": [{"index": 0, "text": "a", "score": -0.5}, {"index": 1, "text": "b"}]}
+    found = protocol.parse_output("p", reply, seconds=1.0)
+    assert [output.score for output in found.outputs] == [-0.5, None]
 
 
 def test_chat_asks_for_logprobs_in_its_own_way():

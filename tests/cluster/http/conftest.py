@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
@@ -48,6 +49,12 @@ class ScriptedBackend:
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.finished: list[str] = []
+        self.stopped: list[tuple[str, int]] = []
+        """(request id, branch) of the calls of `stop_branch`."""
+        self.running: dict[tuple[str, int], TokensSoFar] = {}
+        """What `tokens` gives."""
+        self.logprob: Callable[[int], float] = lambda branch: -0.5
+        """Of every token of a branch."""
 
     @property
     def num_running(self) -> int:
@@ -63,10 +70,19 @@ class ScriptedBackend:
             if request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
 
+    async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
+        if (request_id, branch) not in self.running:
+            raise not_running(request_id)
+        return self.running[request_id, branch]
+
+    def stop_branch(self, request_id: str, branch: int) -> None:
+        self.stopped.append((request_id, branch))
+
     async def _deltas(self, request: Request) -> AsyncIterator[OutputDelta]:
         room = self.model.max_model_len - request.num_prompt_tokens
         limit = min(request.params.max_tokens or room, room)
-        texts = [self.answer(request, branch) for branch in range(request.params.n)]
+        params = request.params
+        texts = [self.answer(request, branch) for branch in range(params.best_of or params.n)]
         sent, live, step = [0] * len(texts), set(range(len(texts))), 0
         while live:
             if self.before_step is not None:
@@ -88,20 +104,20 @@ class ScriptedBackend:
                     branch=branch,
                     offset=sent[branch],
                     token_ids=tuple(ids),
-                    logprobs=tuple(self._logprobs(request, token) for token in ids)
-                    if request.params.logprobs is not None
+                    logprobs=tuple(self._logprobs(request, branch, token) for token in ids)
+                    if params.logprobs is not None or params.ranks_by_logprob
                     else (),
                     finish_reason=reason,
                     request_finished=not live,
                     metrics=RequestMetrics(cached_tokens=3) if not live else None,
+                    score=-0.25 * (branch + 1) if reason and params.beam_width else None,
                 )
                 sent[branch] += len(ids)
 
-    @staticmethod
-    def _logprobs(request: Request, token: int) -> TokenLogprobs:
+    def _logprobs(self, request: Request, branch: int, token: int) -> TokenLogprobs:
         tops = request.params.logprobs or 0
         ids = tuple([token, *range(100, 120)][:tops])
-        return TokenLogprobs(-0.5, ids, tuple([-0.5, *([float("-inf")] * 20)][:tops]))
+        return TokenLogprobs(self.logprob(branch), ids, tuple([-0.5, *([float("-inf")] * 20)][:tops]))
 
     async def health(self) -> HealthReport:
         return self.report

@@ -74,7 +74,21 @@ def test_d15_d16_numbers_that_json_does_not_have(api: Api, text: str) -> None:
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n"),
         ({"n": 10**6}, "n"),
-        ({"n": None, "best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 2.0}, "beam_width"),
+        ({"beam_width": 2, "n": 3}, "n"),
+        ({"beam_width": 2, "best_of": 2}, "best_of"),
+        ({"beam_width": 2, "temperature": 0.5}, "temperature"),
+        ({"beam_width": 2, "top_p": 0.5}, "top_p"),
+        ({"beam_width": 2, "stop": "x"}, "stop"),
+        ({"beam_width": 2, "length_penalty": "1"}, "length_penalty"),
+        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_prefix_cache": "no"}, "use_prefix_cache"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "16"}, "max_tokens"),
@@ -145,6 +159,10 @@ OPTIONAL = [
     "echo",
     "return_token_ids",
     "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "use_prefix_cache",
     "suffix",
     "model",
     "response_format",
@@ -277,7 +295,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("structured_outputs", {"regex": "a"}),
     ("use_beam_search", True),
     ("prompt_logprobs", 1),
-    ("length_penalty", 2.0),
     ("truncate_prompt_tokens", 5),
     ("bad_words", ["x"]),
 ]
@@ -302,7 +319,6 @@ def test_what_only_one_route_has_is_refused_there(api: Api) -> None:
     ):
         error_of(api.chat(**{name: value}), 400, name)
     error_of(api.complete(suffix="end"), 400, "suffix")
-    error_of(api.complete(best_of=3, n=2), 400, "best_of")
     error_of(api.complete(echo=True, logprobs=1), 400, "logprobs")
 
 
