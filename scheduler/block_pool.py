@@ -97,6 +97,9 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
+    def ref_counts(self, blocks: list[int]) -> list[int]:
+        return list(map(self._ref_counts.__getitem__, blocks))
+
     def allocate(self) -> int:
         """A block with one reference. The caller has checked `num_free`."""
         block = self._free.pop()

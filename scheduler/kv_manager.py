@@ -55,8 +55,6 @@ class KVManager:
         """Evicted blocks of prefixes that moved to the host."""
         self.num_blocks_promoted = 0
         """Of these, loaded again."""
-        self.min_tail_tokens = max(1, block_size // 4)
-        """A part of a block is worth a copy from here on; every chat template shares its first token or two."""
         self.tree = PrefixTree(num_blocks, block_size, num_host_blocks=num_host_blocks)
         self.pool = BlockPool(num_blocks, is_cached=self.tree.__contains__, on_evict=self._leave_device)
         self.host = BlockPool(
@@ -94,7 +92,7 @@ class KVManager:
             return hit
         rest = tokens[start * TOKEN_BYTES : min(limit, start + self.block_size - 1) * TOKEN_BYTES]
         inside = self.tree.match_inside(root_key, matched[-1] if matched else None, rest)
-        if inside is None or inside[1] < self.min_tail_tokens:
+        if inside is None:
             return hit
         block, host_block = self._by_tier([inside[0]])
         if block:
@@ -292,6 +290,7 @@ class KVManager:
         if want <= have or not self.caches(seq.group.request):
             return []
         table, size = seq.block_table, self.block_size
+        want = self._num_publishable(seq, want)
         tokens = seq.token_ids[have * size : want * size].tobytes()
         assert len(tokens) == (want - have) * size * TOKEN_BYTES
         after = table[have - 1] if have else None
@@ -310,6 +309,25 @@ class KVManager:
                 replaced.append((index, block))
         seq.num_published_blocks = want
         return replaced
+
+    def _num_publishable(self, seq: Sequence, want: int) -> int:
+        """Up to where `seq` can enter its blocks so that whoever holds a block of the tree holds those before it too.
+
+        A block that others hold must not follow one that they do not hold: one that gives way here to the tree's own,
+        or has done so before.
+        """
+        have, table = seq.num_published_blocks, seq.block_table
+        holders = self.pool.ref_counts(table[have:want])
+        if max(holders) == 1:
+            return want
+        known = self.tree.match(seq.group.root_key, seq.token_ids.tobytes(), want)
+        for index in range(have, want - 1):
+            replaced = (
+                index < len(known) and known[index] != table[index] and known[index] < self.pool.num_blocks
+            )
+            if holders[index + 1 - have] > (1 if replaced else holders[index - have]):
+                return index + 1
+        return want
 
     def release(self, seq: Sequence) -> int:
         """Give up all blocks; returns how many became free."""
@@ -337,7 +355,11 @@ class KVManager:
         for before, block in self.tree.paths():
             if before is not None and before >= on_host > block:
                 raise IntegrityError(f"block {block} is on the device and what comes before it is not")
-            if before is not None and block < on_host and self.pool.ref_count(before) < self.pool.ref_count(block):
+            if (
+                before is not None
+                and block < on_host
+                and self.pool.ref_count(before) < self.pool.ref_count(block)
+            ):
                 raise IntegrityError(f"block {block} is held by someone who does not hold {before} before it")
         for seq in sequences:
             capacity = len(seq.block_table) * self.block_size

@@ -49,7 +49,8 @@ class Lifecycle:
         self.moving: list[SequenceGroup] = []
         """Searches that took a step since the last plan."""
         self.to_publish: list[Sequence] = []
-        """Running sequences that have filled a block since the last plan."""
+        """Sequences that ran a chunk of their prompt in the last plan. What is generated enters the tree when its blocks are
+        given up: nobody asks for it before, and a decode step then costs nothing for it."""
         self.released_rows: list[int] = []
         """To be told to the worker with the next plan."""
         self.reserve = GrowthReserve(config.block_size, config.max_model_len)
@@ -162,11 +163,8 @@ class Lifecycle:
             first.setdefault(step.beam, parent)
         for index, beam in enumerate(beams):
             if index not in first:
-                # Its blocks are not entered into the tree: what it shares would be known by a path that the others
-                # do not hold yet.
                 self._drop(beam, publish=False)
         group.live = live
-        size = self._config.block_size
         for branch, (step, seq) in enumerate(zip(steps, live, strict=True)):
             seq.branch = branch
             seq.candidates = None
@@ -174,8 +172,6 @@ class Lifecycle:
             seq.token_ids.append(step.token)
             seq.num_total_tokens += 1
             seq.num_planned_outputs += 1
-            if seq.num_computed_tokens // size > seq.num_published_blocks:
-                self.to_publish.append(seq)
         self.moving.append(group)
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
@@ -293,11 +289,7 @@ class Lifecycle:
         group = seq.group
         assert seq.finish_reason is None
         seq.finish_reason = reason
-        # Branches that share blocks must enter them into the tree together, with the next plan.
-        alone = len(group.live) == 1 or (
-            seq.num_published_blocks >= group.request.num_prompt_tokens // self._config.block_size
-        )
-        self._drop(seq, publish=error is None and alone)
+        self._drop(seq, publish=error is None)
         group.live.remove(seq)
         done = not group.live
         if done:

@@ -26,7 +26,7 @@ SIBLINGS_MAX = 64
 class _Node:
     """A run of blocks with one way in. `tokens` is the run's int32 token ids, `blocks` one id per block."""
 
-    __slots__ = ("blocks", "children", "parent", "root_key", "tokens")
+    __slots__ = ("blocks", "children", "families", "parent", "root_key", "tokens")
 
     def __init__(self, parent: _Node | None, root_key: RootKey) -> None:
         self.parent = parent
@@ -35,6 +35,20 @@ class _Node:
         self.blocks: list[int] = []
         self.children: dict[bytes, _Node] = {}
         """By the tokens of the child's first block."""
+        self.families: dict[bytes, dict[bytes, _Node]] = {}
+        """The same children by the first few tokens, then by all of the block: a search for one that shares a part
+        looks at nothing else."""
+
+    def add_child(self, key: bytes, child: _Node, head_bytes: int) -> None:
+        self.children[key] = child
+        self.families.setdefault(key[:head_bytes], {})[key] = child
+
+    def remove_child(self, key: bytes, head_bytes: int) -> None:
+        del self.children[key]
+        family = self.families[key[:head_bytes]]
+        del family[key]
+        if not family:
+            del self.families[key[:head_bytes]]
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -54,6 +68,9 @@ class PrefixTree:
         self.block_size = block_size
         self.num_device_blocks = num_blocks
         self._width = block_size * TOKEN_BYTES
+        self.min_shared_tokens = max(1, block_size // 4)
+        """A part of a block is worth a copy from here on; every chat template shares its first token or two."""
+        self._head_bytes = self.min_shared_tokens * TOKEN_BYTES
         self._roots: dict[RootKey, _Node] = {}
         self._node_of: list[_Node | None] = [None] * (num_blocks + num_host_blocks)
         self._index_of = [0] * (num_blocks + num_host_blocks)
@@ -92,8 +109,8 @@ class PrefixTree:
     def match_inside(self, root_key: RootKey, after: int | None, tokens: bytes) -> tuple[int, int] | None:
         """The block behind `after` (None: a first block) that begins with most of `tokens`, and how many that is.
 
-        `tokens` is shorter than a block, or differs from all of them within one. Looks at no more than
-        `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
+        `tokens` is shorter than a block, or differs from all of them within one. None where not even `min_shared_tokens`
+        agree. Looks at no more than `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
         """
         node = self._roots.get(root_key) if after is None else self._node_of[after]
         if node is None:
@@ -104,12 +121,15 @@ class PrefixTree:
                 (bytes(node.tokens[place * self._width : (place + 1) * self._width]), node.blocks[place])
             ]
         else:
-            newest = islice(reversed(node.children.items()), SIBLINGS_MAX)
+            family = node.families.get(tokens[: self._head_bytes])
+            if family is None:
+                return None
+            newest = islice(reversed(family.items()), SIBLINGS_MAX)
             candidates = [(key, child.blocks[0]) for key, child in newest]
         best: tuple[int, int] | None = None
         for key, block in candidates:
             count = common_tokens(key, tokens)
-            if count > (best[1] if best else 0):
+            if count >= self.min_shared_tokens and count > (best[1] if best else 0):
                 best = block, count
         return best
 
@@ -147,14 +167,19 @@ class PrefixTree:
                 continue
             if node.children or node.parent is None:
                 child = _Node(node, node.root_key)
-                node.children[key] = child
+                node.add_child(key, child, self._head_bytes)
                 node = child
-            node.tokens += key
-            self._place(node, len(node.blocks), block)
-            node.blocks.append(block)
-            self.num_blocks += 1
-            kept.append(block)
-            place = len(node.blocks)
+            # Nothing continues this run, so the rest goes behind it in one piece.
+            rest = blocks[number:]
+            node.tokens += tokens[number * width :]
+            node_of, index_of, start = self._node_of, self._index_of, len(node.blocks)
+            for index, new in enumerate(rest, start):
+                assert node_of[new] is None, f"block {new} is in the tree twice"
+                node_of[new] = node
+                index_of[new] = index
+            node.blocks += rest
+            self.num_blocks += len(rest)
+            return kept + rest
         return kept
 
     def replace(self, old: int, new: int) -> None:
@@ -181,7 +206,7 @@ class PrefixTree:
             if parent is None:
                 del self._roots[node.root_key]
                 return
-            del parent.children[key]
+            parent.remove_child(key, self._head_bytes)
             # A parent that has run out of children stays, with its blocks; only an empty root goes too.
             node = parent
 
@@ -207,9 +232,11 @@ class PrefixTree:
         """Cut a run in two so that another branch can leave at `place`."""
         tail = _Node(node, node.root_key)
         cut = place * self._width
-        tail.tokens, tail.blocks, tail.children = node.tokens[cut:], node.blocks[place:], node.children
+        tail.tokens, tail.blocks = node.tokens[cut:], node.blocks[place:]
+        tail.children, tail.families = node.children, node.families
         del node.tokens[cut:], node.blocks[place:]
-        node.children = {bytes(tail.tokens[: self._width]): tail}
+        node.children, node.families = {}, {}
+        node.add_child(bytes(tail.tokens[: self._width]), tail, self._head_bytes)
         for child in tail.children.values():
             child.parent = tail
         for index, block in enumerate(tail.blocks):
@@ -243,6 +270,9 @@ class PrefixTree:
                 if block in seen or self._node_of[block] is not node or self._index_of[block] != index:
                     raise IntegrityError(f"block {block} is misplaced in the prefix tree")
                 seen.add(block)
+            families = {key: child for family in node.families.values() for key, child in family.items()}
+            if families != node.children or not all(node.families.values()):
+                raise IntegrityError("a prefix node's children and their families differ")
             for key, child in node.children.items():
                 if child.parent is not node or bytes(child.tokens[: self._width]) != key:
                     raise IntegrityError("a prefix node hangs under the wrong key")

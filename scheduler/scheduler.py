@@ -169,7 +169,6 @@ class Scheduler:
         self._in_flight.popleft()
         errors = dict(result.row_errors)
         logprobs = result.logprobs
-        size = self.config.block_size
         beams_done: list[SequenceGroup] = []
         for index, (seq, token) in enumerate(zip(record.samples, result.token_ids.tolist(), strict=True)):
             seq.num_pending -= 1
@@ -205,11 +204,6 @@ class Scheduler:
             reason = finish_reason(group.request, offset + 1, token, group.max_tokens)
             if reason is not None:
                 self._life.finish(seq, reason, now)
-            elif (
-                self.config.prefix_cache
-                and min(seq.num_computed_tokens, len(seq.token_ids)) // size > seq.num_published_blocks
-            ):
-                self._life.to_publish.append(seq)
         for group in beams_done:
             self._life.advance_beams(group, now)
         self.stats.on_commit(record, result)
