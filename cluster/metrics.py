@@ -46,7 +46,10 @@ BACKEND_GAUGES = {
     "blocks_free": ("octavo_kv_blocks_free", "KV blocks with nothing in them."),
     "host_blocks_total": ("octavo_host_kv_blocks", "KV blocks of the swap space in host memory."),
     "host_blocks_used": ("octavo_host_kv_blocks_used", "Host blocks that swapped requests hold."),
-    "host_blocks_cached": ("octavo_host_kv_blocks_cached", "Host blocks kept for their prefix, free to take."),
+    "host_blocks_cached": (
+        "octavo_host_kv_blocks_cached",
+        "Host blocks kept for their prefix, free to take.",
+    ),
     "block_size": ("octavo_kv_block_size_tokens", "Tokens a block."),
     "max_step_tokens": ("octavo_step_tokens_max", "Most tokens of any step so far."),
     "peak_blocks": ("octavo_kv_blocks_used_max", "Most blocks in use so far."),
