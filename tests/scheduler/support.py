@@ -95,12 +95,20 @@ class Harness:
     def plan(self) -> bool:
         self.now += 0.001
         plan = self.scheduler.plan(self.now)
-        self.scheduler.check_integrity()
         if plan is None:
             return False
+        self.scheduler.check_integrity()
         self.plans.append(plan)
         self.pending.append(plan)
         return True
+
+    def abort(self, name: str) -> None:
+        self.take(self.scheduler.abort(name, self.now))
+        self.scheduler.check_integrity()
+
+    def stop(self, name: str, branch: int) -> None:
+        self.take(self.scheduler.abort_branch(name, branch, self.now))
+        self.scheduler.check_integrity()
 
     def commit(self, fail: frozenset[int] = frozenset()) -> None:
         self.now += 0.01

@@ -20,7 +20,7 @@ from octavo.scheduler.events import Forked, Preempted, PreemptionKind, Resumed
 
 from .support import Harness, make_request
 
-NUM_SEEDS = int(os.environ.get("OCTAVO_SIM_SEEDS", "1000"))
+NUM_SEEDS = int(os.environ.get("OCTAVO_SIM_SEEDS", "2000"))
 
 
 def how_many(rng: random.Random, branches: tuple[int, ...], beam_rate: float) -> dict[str, Any]:
@@ -108,16 +108,16 @@ def simulate(seed: int) -> Harness:
                 h.add(request)
             except RequestTooLargeError:
                 continue
+            h.scheduler.check_integrity()
         elif h.requests and rng.random() < abort_rate:
-            h.take(h.scheduler.abort(rng.choice(sorted(h.requests)), h.now))
+            h.abort(rng.choice(sorted(h.requests)))
         elif h.requests and rng.random() < stop_rate:
-            h.take(h.scheduler.abort_branch(rng.choice(sorted(h.requests)), rng.randrange(4), h.now))
+            h.stop(rng.choice(sorted(h.requests)), rng.randrange(4))
         elif rng.random() < 0.5:
             h.plan()
         elif h.pending:
             fail = frozenset({rng.randrange(4)}) if rng.random() < 0.3 * abort_rate else frozenset()
             h.commit(fail)
-        h.scheduler.check_integrity()
         assert len(h.plans) < 50_000, "no progress"
     h.run()
     return h
@@ -194,11 +194,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def abort(self, name: str) -> None:
-        self.h.take(self.h.scheduler.abort(name, self.h.now))
+        self.h.abort(name)
 
     @rule(name=names, branch=st.integers(0, 2))
     def stop(self, name: str, branch: int) -> None:
-        self.h.take(self.h.scheduler.abort_branch(name, branch, self.h.now))
+        self.h.stop(name, branch)
 
     @rule()
     def plan(self) -> None:
