@@ -158,7 +158,6 @@ class BlockLedger:
 
     def _move(self, taken: Int32Array, given: Int32Array) -> None:
         # ufunc.at counts a block that occurs twice twice; it costs per block moved, not per block of the pool.
-        self.written[taken] = True
         np.add.at(self.num_holders, taken, 1)
         np.subtract.at(self.num_holders, given, 1)
 

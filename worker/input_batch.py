@@ -145,6 +145,7 @@ class InputBatch:
         # Nothing below can fail.
         self.last_step_id = plan.step_id
         self.progress = after
+        self.ledger.written[change.taken] = True
         self.ledger.host_written[plan.swaps_out[:, 1]] = True
         for row in plan.released_rows.tolist():
             self._requests[row] = None

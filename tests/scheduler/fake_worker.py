@@ -7,6 +7,7 @@ request must get whatever happens to it on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,11 @@ def beam_logprobs(context: list[int]) -> list[tuple[float, int]]:
     return sorted(found, reverse=True)
 
 
-def expected_beams(request: Request, max_tokens: int) -> list[tuple[list[int], float, FinishReason]]:
+def expected_beams(
+    request: Request,
+    max_tokens: int,
+    logprobs_of: Callable[[list[int]], list[tuple[float, int]]] = beam_logprobs,
+) -> list[tuple[list[int], float, FinishReason]]:
     """The `n` best (tokens, score, reason) of a plain beam search, over whole lists and with no sharing."""
     params = request.params
     width = params.beam_width
@@ -66,7 +71,7 @@ def expected_beams(request: Request, max_tokens: int) -> list[tuple[list[int], f
     for length in range(1, max_tokens + 1):
         steps = []
         for rank, (total, output) in enumerate(running):
-            for logprob, token in beam_logprobs([*request.prompt_token_ids.tolist(), *output]):
+            for logprob, token in logprobs_of([*request.prompt_token_ids.tolist(), *output]):
                 if not (token in stops and length <= params.min_tokens):
                     steps.append((-(total + logprob), rank, token, [*output, token]))
         steps = sorted(steps)[:keep]

@@ -177,6 +177,15 @@ WRONG = {
         lambda s: s.plan(forks=[(0, 4, 1)], run=[(4, 10, 1), (0, 10, 1)], sample=[(4, 1)]),
         "rows names row 4, which is not in use",
     ),
+    "beam out of no row": (lambda s: s.plan(moves=[(8, 4, 0, 1)]), "a beam goes on from row 8"),
+    "beam out of a free row": (
+        lambda s: s.plan(moves=[(4, 5, 0, 1)]),
+        "a beam move names row 4, which is not",
+    ),
+    "beam out of a row that samples": (
+        lambda s: s.plan(moves=[(0, 4, 0, 1)]),
+        "a beam goes on from row 0, which is no running beam",
+    ),
     "copy out of range": (lambda s: s.plan(copies=[(0, 32)]), "a copy names block 32; the pool has 32"),
     "copy below range": (lambda s: s.plan(copies=[(-1, 2)]), "a copy names block -1"),
     "two copies into one": (lambda s: s.plan(copies=[(0, 2), (1, 2)]), "two copies into one block"),
@@ -202,7 +211,7 @@ WRONG = {
     ),
     "swap out of nobody's block": (
         lambda s: s.plan(swaps_out=[(30, 1)]),
-        "swaps_out reads block 30, which stands in no table",
+        "swaps_out reads block 30, which no row ever held",
     ),
     "swap in from no host block": (
         lambda s: s.plan(updates=[(0, 3, 20)], swaps_in=[(16, 20)]),
