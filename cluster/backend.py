@@ -73,8 +73,7 @@ class Backend(Protocol):
     async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """Where one branch of an unfinished request stands, whoever submitted it.
 
-        Raises `NotFoundError` (param "request_id") for one that does not run, `InvalidRequestError` (param "branch")
-        for a branch that has ended, is none, or belongs to a beam search.
+        Raises as `forking.parent_of`.
         """
         ...
 

@@ -88,6 +88,7 @@ class GrpcBackend:
 
     async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """See `Backend.tokens`. Raises `UnavailableError` while the coordinator cannot be asked."""
+        await self._stream()
         response = await self._ask(
             "GetTokens", coordinator_pb2.GetTokensRequest(request_id=request_id, branch=branch)
         )

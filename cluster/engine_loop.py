@@ -52,6 +52,7 @@ class EngineLoop:
         self._work = threading.Condition(self._lock)
         self._sinks: dict[str, Sink] = {}
         self._outbox: deque[OutputDelta] = deque()
+        self._abandoned: deque[str] = deque()
         self._closing = False
         self._error: OctavoError | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -73,6 +74,11 @@ class EngineLoop:
         with self._work:
             self._outbox += deltas_of(self._scheduler.abort(request_id, self._clock(), reason))
             self._work.notify()
+
+    def abandon(self, request_id: str) -> None:
+        """`abort` at the next turn, without taking the lock: for finalizers, which the garbage collector may run on
+        the thread that holds it."""
+        self._abandoned.append(request_id)
 
     def stop_branch(self, request_id: str, branch: int) -> None:
         """End one branch whose text has met a stop string; its sink gets that branch's last delta."""
@@ -141,6 +147,9 @@ class EngineLoop:
                 self._work.wait()
             if self._closing:
                 return False
+            # While any of these runs the loop turns, so none waits for long.
+            while self._abandoned:
+                self._outbox += deltas_of(self._scheduler.abort(self._abandoned.popleft(), self._clock()))
             plan = self._scheduler.plan(self._clock())
             outbox, self._outbox = self._outbox, deque()
         self._deliver(outbox)

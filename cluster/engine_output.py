@@ -89,8 +89,8 @@ class EngineStream(Iterator[StreamDelta]):
 
     def __del__(self) -> None:
         # Leaving a `for` loop early is the usual way to stop; nothing else holds the stream then.
-        if hasattr(self, "_live"):
-            self.close()
+        if getattr(self, "_live", None):
+            self._loop.abandon(self.request_id)
 
 
 @dataclass(slots=True)

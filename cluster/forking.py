@@ -49,12 +49,13 @@ def not_running(request_id: str) -> NotFoundError:
 def parent_of(scheduler: Scheduler, request_id: str, branch: int) -> tuple[Request, Int32Array]:
     """An unfinished request and the tokens of one of its branches.
 
-    Raises `NotFoundError` for an id that does not run, and `InvalidRequestError` (param "branch").
+    Raises `NotFoundError` for an id that does not run, and `InvalidRequestError` for a branch that does not (param
+    "branch") and for a beam search (param "request_id").
     """
     try:
         return scheduler.tokens_of(request_id, branch)
     except InvalidRequestError as error:
-        if error.param != "request_id":
+        if error.param != "request_id" or request_id in scheduler.unfinished():
             raise
         raise not_running(request_id) from None
 

@@ -118,11 +118,12 @@ def build_requests(
     Raises `RequestTooLargeError` when a prompt and an explicit token limit cannot both be kept, and
     `InvalidRequestError` for token ids outside the vocabulary; `param` names the prompt's field.
     """
-    choices = len(prompts) * call.params.num_branches
+    params = call.params
+    choices = len(prompts) * params.num_branches
     if choices > config.choices_per_request_max:
+        name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         raise InvalidRequestError(
-            f"prompts times n (or best_of, or beam_width) is at most {config.choices_per_request_max}, got {choices}",
-            param="n",
+            f"prompts times {name} is at most {config.choices_per_request_max}, got {choices}", param=name
         )
     call.params.check_vocab(model.vocab_size)
     base = f"{prefix}-{uuid.uuid4().hex}"

@@ -43,6 +43,8 @@ def transport(engine: Engine) -> httpx.ASGITransport:
         SamplingParams(temperature=0, max_tokens=6, logprobs=0),
         SamplingParams(seed=7, n=2, max_tokens=8, top_k=50, presence_penalty=0.5),
         SamplingParams(temperature=0, max_tokens=30, stop=("\n",)),
+        SamplingParams(seed=7, n=2, best_of=3, max_tokens=6),
+        SamplingParams(beam_width=3, n=2, max_tokens=6, length_penalty=0.5),
     ],
 )
 def test_client_gives_what_the_engine_gives(engine, transport, params):
@@ -58,6 +60,7 @@ def test_client_gives_what_the_engine_gives(engine, transport, params):
                 wanted.token_ids,
             )
             assert branch.finish_reason == wanted.finish_reason
+            assert branch.score == (None if wanted.score is None else pytest.approx(wanted.score, abs=1e-3))
             assert (branch.logprobs is None) == (wanted.logprobs is None)
             for mine, his in zip(branch.logprobs or (), wanted.logprobs or (), strict=True):
                 assert mine.logprob == pytest.approx(his.logprob, abs=1e-3)

@@ -34,7 +34,8 @@ def test_best_of_ranks_what_is_left_after_a_stop_string(api: Api, backend: Scrip
 def test_best_of_is_refused_where_it_cannot_be_kept(api: Api, backend: ScriptedBackend) -> None:
     error = error_of(api.complete(n=2, best_of=3, stream=True), 400, "best_of")
     assert "stream" in error["message"]
-    error_of(api.complete(prompt=["x"] * 17, best_of=128), 400, "n")
+    error_of(api.complete(prompt=["x"] * 17, best_of=128), 400, "best_of")
+    error_of(api.complete(prompt=["x"] * 65, beam_width=32), 400, "beam_width")
     assert backend.submitted == []
     # As many as are returned need no ranking.
     assert len(events(api.complete(n=2, best_of=2, stream=True, max_tokens=1))) == 3
