@@ -29,9 +29,10 @@ def resolve_max_tokens(request: Request, config: SchedulerConfig) -> int:
             param="prompt",
         )
     param = "beam_width" if request.params.beam_width else "best_of" if request.params.best_of else "n"
-    if n > min(config.max_num_seqs, config.max_num_batched_tokens):
+    most = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if n > most:
         raise RequestTooLargeError(
-            f"{param} is {n}, and at most {min(config.max_num_seqs, config.max_num_batched_tokens)} branches run at once "
+            f"{param} is {n}, and at most {most} branches run at once "
             f"(max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens})",
             param=param,
         )

@@ -49,8 +49,8 @@ class Lifecycle:
         self.moving: list[SequenceGroup] = []
         """Searches that took a step since the last plan."""
         self.to_publish: list[Sequence] = []
-        """Sequences that ran a chunk of their prompt in the last plan. What is generated enters the tree when its blocks are
-        given up: nobody asks for it before, and a decode step then costs nothing for it."""
+        """Sequences that ran a chunk of their prompt in the last plan. What is generated enters the tree when its
+        blocks are given up: nobody asks for it before, and a decode step then costs nothing for it."""
         self.released_rows: list[int] = []
         """To be told to the worker with the next plan."""
         self.reserve = GrowthReserve(config.block_size, config.max_model_len)

@@ -135,7 +135,7 @@ class PlanBuilder:
 
     @property
     def empty(self) -> bool:
-        # A table entry that gave way to the tree's block must be told even when nothing runs: searches wait for results.
+        # A table entry that gave way to the tree's block is told even when nothing runs: searches wait for results.
         return not (self.rows or self.released_rows or self.swaps_out or self.block_updates)
 
     def build(self, step_id: int, epoch: int) -> tuple[StepPlan, PlanRecord]:

@@ -109,8 +109,8 @@ class PrefixTree:
     def match_inside(self, root_key: RootKey, after: int | None, tokens: bytes) -> tuple[int, int] | None:
         """The block behind `after` (None: a first block) that begins with most of `tokens`, and how many that is.
 
-        `tokens` is shorter than a block, or differs from all of them within one. None where not even `min_shared_tokens`
-        agree. Looks at no more than `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
+        `tokens` is shorter than a block, or differs from all of them within one. None where fewer agree than
+        `min_shared_tokens`. Looks at no more than `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
         """
         node = self._roots.get(root_key) if after is None else self._node_of[after]
         if node is None:
@@ -152,7 +152,7 @@ class PrefixTree:
             assert holder is not None, f"block {after} is not in the tree"
             node, place = holder, self._index_of[after] + 1
         kept: list[int] = []
-        for number, block in enumerate(blocks):
+        for number in range(len(blocks)):
             key = tokens[number * width : (number + 1) * width]
             if place < len(node.blocks):
                 if node.tokens[place * width : (place + 1) * width] == key:

@@ -133,9 +133,10 @@ def make_beams(model: Any, prompts: list[tuple[str, list[int]]]) -> list[dict[st
                     output_scores=True,
                 ),
             )
-        sequences = []
-        for ids in out.sequences[:, len(prompt_ids) :].tolist():
-            sequences.append(ids[: ids.index(eos) + 1] if eos in ids else ids)
+        sequences = [
+            ids[: ids.index(eos) + 1] if eos in ids else ids
+            for ids in out.sequences[:, len(prompt_ids) :].tolist()
+        ]
         entries.append(
             {
                 "id": name,

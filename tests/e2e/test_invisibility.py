@@ -339,15 +339,11 @@ def test_table(world):
     lines = [
         "# Invisibility",
         "",
-        "What happens to a request changes when its tokens come, never which. `tests/e2e/test_invisibility.py` runs each "
-        "kind of",
-        "request below with the default model under each condition, asserts that the condition came about, compares with "
-        "the",
-        "undisturbed run, and writes this table. Greedy tokens are compared under rule R1 (a difference is excused where "
-        "the",
-        f"reference's two likeliest tokens are within {NEAR_TIE_NATS} nats), sampled ones exactly, and so are the random "
-        "numbers",
-        "that they were drawn with; beams by tokens and scores.",
+        "What happens to a request changes when its tokens come, never which. `tests/e2e/test_invisibility.py` runs",
+        "each kind of request below with the default model under each condition, asserts that the condition came",
+        "about, compares with the undisturbed run, and writes this table. Greedy tokens are compared under rule R1 (a",
+        f"difference is excused where the reference's two likeliest tokens are within {NEAR_TIE_NATS} nats), sampled",
+        "ones exactly, and so are the random numbers that they were drawn with; beams by tokens and scores.",
         "",
         "| | " + " | ".join(KINDS) + " |",
         "|---" * (len(KINDS) + 1) + "|",
