@@ -150,7 +150,14 @@ def fork_request(call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: 
     (request,) = build_requests(
         call, [Prompt(parent.token_ids)], model, config, prefix="cmpl", param="request_id"
     )
-    return replace(request, cache_salt=parent.cache_salt, adapter=parent.adapter, fork_of=call.request_id)
+    return replace(
+        request,
+        cache_salt=parent.cache_salt,
+        adapter=parent.adapter,
+        fork_of=call.request_id,
+        # What a parent was to leave nowhere, its fork must not leave either.
+        use_prefix_cache=request.use_prefix_cache and parent.use_prefix_cache,
+    )
 
 
 def _seed(params: SamplingParams) -> int:
