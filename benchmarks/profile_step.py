@@ -181,7 +181,9 @@ def linears_bound(executor: Executor, rows: int, repeats: int) -> float:
     """Seconds of all matrix products of a step, one sample a row of decodes or one a chunk, nothing between them."""
     module: Any = executor._runner._module  # type: ignore[attr-defined]
     head = module.get_output_embeddings()
-    linears = [child for child in module.modules() if isinstance(child, torch.nn.Linear) and child is not head]
+    linears = [
+        child for child in module.modules() if isinstance(child, torch.nn.Linear) and child is not head
+    ]
     pack = torch.ops.mkldnn._reorder_linear_weight
     run = torch.ops.mkldnn._linear_pointwise
     packed = [pack(linear.weight, 32) for linear in linears]
@@ -242,7 +244,9 @@ def main() -> None:
                 else:
                     steps = chunk_steps(driver, timers, size, max(3, args.steps // 3))
             bound = linears_bound(executor, size, max(3, args.steps // 3))
-            medians = {part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*PARTS, "step")}
+            medians = {
+                part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*PARTS, "step")
+            }
             results[f"{kind} {size}"] = {**medians, "bound": bound}
     if args.json:
         print(json.dumps(results, indent=2))
@@ -251,7 +255,11 @@ def main() -> None:
     print("|---" * (len(PARTS) + 4) + "|")
     for name, row in results.items():
         shares = [f"{100 * row[part] / row['step']:.1f} % ({row[part] / row['bound']:.3f})" for part in PARTS]
-        figures = [f"{1e3 * row['step']:.1f}", f"{1e3 * row['bound']:.1f}", f"{row['step'] / row['bound']:.2f}"]
+        figures = [
+            f"{1e3 * row['step']:.1f}",
+            f"{1e3 * row['bound']:.1f}",
+            f"{row['step'] / row['bound']:.2f}",
+        ]
         print("|", " | ".join([name, *figures, *shares]), "|")
 
 
