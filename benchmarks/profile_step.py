@@ -8,8 +8,7 @@ the executor executes. Timers sit around the parts of the model. What is left of
 embedding and activation where they are not fused, Python between the calls) is "rest".
 
 Printed are medians over the steps, each part as a share of the step and of the linears-only bound: the same
-matrix products, head included, run back to back on the same weights with nothing between them, each by the
-fastest of the implementations at hand.
+matrix products, head included, run back to back on the same weights with nothing between them.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from octavo.scheduler.step_time import StepTimeModel
 from octavo.worker.build import build_executor
 from octavo.worker.config import WorkerConfig
 from octavo.worker.executor import Executor
+from octavo.worker.linears import LinearModule
 
 PARTS = (
     "scheduler",
@@ -85,18 +85,27 @@ def instrumented(executor: Executor) -> Iterator[Timers]:
         undo.append((owner, name, original))
         setattr(owner, name, timers.wrap(original, part))
 
-    module: Any = executor._runner._module  # type: ignore[attr-defined]
-    head = module.get_output_embeddings()
-    for child in module.modules():
-        if child is head:
-            patch(child, "forward", "head")
-        elif isinstance(child, torch.nn.Linear):
-            patch(child, "forward", "linears")
-        elif isinstance(child, torch.nn.Embedding):
-            patch(child, "forward", "embedding")
-        elif "Norm" in type(child).__name__:
-            patch(child, "forward", "norms")
-    for name in ("write_kv", "paged_attention"):
+    runner: Any = executor._runner
+    if runner._decoder is not None:
+        decoder = runner._decoder
+        patch(decoder, "embed", "embedding")
+        patch(decoder, "head", "head")
+        for layer in decoder.layers:
+            for name in ("qkv", "output", "gate_up", "down"):
+                patch(layer, name, "linears")
+    else:
+        head = runner._module.get_output_embeddings()
+        for child in runner._module.modules():
+            if child is head:
+                patch(child, "forward", "head")
+            elif isinstance(child, (torch.nn.Linear, LinearModule)):
+                patch(child, "forward", "linears")
+            elif isinstance(child, torch.nn.Embedding):
+                patch(child, "forward", "embedding")
+            elif "Norm" in type(child).__name__:
+                patch(child, "forward", "norms")
+    patch(dispatch, "rms_norm", "norms")
+    for name in ("write_kv", "write_kv_rope", "paged_attention"):
         patch(dispatch, name, "attention")
     try:
         yield timers
@@ -177,37 +186,41 @@ def chunk_steps(driver: Driver, timers: Timers, tokens: int, steps: int) -> list
     return measured[1:]
 
 
-def linears_bound(executor: Executor, rows: int, repeats: int) -> float:
-    """Seconds of all matrix products of a step, one sample a row of decodes or one a chunk, nothing between them."""
-    module: Any = executor._runner._module  # type: ignore[attr-defined]
-    head = module.get_output_embeddings()
-    linears = [
-        child for child in module.modules() if isinstance(child, torch.nn.Linear) and child is not head
-    ]
-    pack = torch.ops.mkldnn._reorder_linear_weight
-    run = torch.ops.mkldnn._linear_pointwise
-    packed = [pack(linear.weight, 32) for linear in linears]
+def linears_bound(executor: Executor, rows: int, num_logit_rows: int, repeats: int) -> float:
+    """Seconds of all matrix products of a step of `rows` tokens, nothing between them."""
+    runner: Any = executor._runner
+    if runner._decoder is not None:
+        decoder = runner._decoder
+        linears = [
+            linear
+            for layer in decoder.layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        head = decoder.head
+    else:
+        head = runner._module.get_output_embeddings()
+        linears = [
+            child
+            for child in runner._module.modules()
+            if isinstance(child, (torch.nn.Linear, LinearModule)) and child is not head
+        ]
     inputs = {size: torch.randn(rows, size) for size in {linear.in_features for linear in linears}}
-    ways = (
-        lambda i: torch.nn.functional.linear(inputs[linears[i].in_features], linears[i].weight),
-        lambda i: run(inputs[linears[i].in_features], packed[i], None, "none", [], ""),
-    )
-    best = min(_median_seconds(way, len(linears), repeats) for way in ways)
-    logit_rows = torch.randn(rows if rows <= max(DECODES) else 1, head.in_features)
-    packed_head = pack(head.weight, 32)
-    return best + min(
-        _median_seconds(lambda _: torch.nn.functional.linear(logit_rows, head.weight), 1, repeats),
-        _median_seconds(lambda _: run(logit_rows, packed_head, None, "none", [], ""), 1, repeats),
-    )
+    logit_rows = torch.randn(num_logit_rows, head.in_features)
+
+    def products() -> None:
+        for linear in linears:
+            linear(inputs[linear.in_features])
+        head(logit_rows)
+
+    return _median_seconds(products, repeats)
 
 
-def _median_seconds(call: Callable[[int], Any], count: int, repeats: int) -> float:
+def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
     seconds = []
     with torch.inference_mode():
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            for index in range(count):
-                call(index)
+            call()
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 
@@ -243,7 +256,8 @@ def main() -> None:
                     steps = decode_steps(driver, timers, size, args.context, args.steps)
                 else:
                     steps = chunk_steps(driver, timers, size, max(3, args.steps // 3))
-            bound = linears_bound(executor, size, max(3, args.steps // 3))
+            num_logit_rows = size if kind == "decodes" else 1
+            bound = linears_bound(executor, size, num_logit_rows, max(3, args.steps // 3))
             medians = {
                 part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*PARTS, "step")
             }

@@ -105,7 +105,7 @@ class FusedDecoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's KV into its slots and return the logits of `batch.logit_rows`, [K, vocab]."""
-        hidden = functional.embedding(batch.input_ids, self.embedding)
+        hidden = self.embed(batch.input_ids)
         angles = self._angles(batch.positions)
         x = self.layers[0].attention_norm(hidden)
         last = len(self.layers) - 1
@@ -121,6 +121,10 @@ class FusedDecoder:
             x = (self.norm if index == last else self.layers[index + 1].attention_norm)(x, hidden)
         return self.head(x)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] to [T, H], a new tensor."""
+        return functional.embedding(token_ids, self.embedding)
+
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines float32 [T, R / 2]; the model's own module gives them twice, side by side."""
         cos, sin = self.rotary(self._float32, positions.unsqueeze(0))
@@ -133,6 +137,7 @@ class SideBySide:
 
     def __init__(self, modules: Sequence[nn.Linear]) -> None:
         self._modules = tuple(modules)
+        self.in_features = modules[0].in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         products = [functional.linear(x, module.weight, module.bias) for module in self._modules]

@@ -24,6 +24,8 @@ from octavo.kernels import dispatch
 class Linear(Protocol):
     """x [T, in_features] -> [T, out_features], contiguous, a new tensor."""
 
+    in_features: int
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -31,6 +33,7 @@ class PlainLinear:
     """torch's own, in the dtype of the weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.in_features = weight.shape[1]
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,6 +48,7 @@ class PackedLinear:
     """float32 throughout, oneDNN."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.in_features = weight.shape[1]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
         self._bias = bias
         self._run = torch.ops.mkldnn._linear_pointwise.default
@@ -58,6 +62,7 @@ class Float16Linear:
     """Weights rounded to float16, everything else float32; FBGEMM. Half the bytes to read."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.in_features = weight.shape[1]
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), bias)
         self._run = torch.ops.quantized.linear_dynamic_fp16.default
 
@@ -67,22 +72,24 @@ class Float16Linear:
 
 
 class Int8Linear:
-    """int8 weights with a scale each output, activations of 7 bits with a scale each row; FBGEMM.
+    """int8 weights with a scale each output, int8 activations with a scale each row; FBGEMM.
 
     FBGEMM takes one scale for all rows of a call, from their range. Here every row is first divided by its largest
     magnitude and a row holding 1 and -1 is added, so that this range is always the same: rows do not disturb each
-    other, and one with small numbers keeps its precision. 7 bits (`reduce_range`), because on CPUs without VNNI
-    two products of 8 bits overflow the 16-bit sum; on all CPUs, so that all give the same tokens.
+    other, and one with small numbers keeps its precision. On CPUs without VNNI activations have 7 bits
+    (`reduce_range`): two products of 8 bits would overflow the 16-bit sum there.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.in_features = weight.shape[1]
         self._packed = _pack_int8(weight.detach().float())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._run = torch.ops.quantized.linear_dynamic.default
+        self._reduce_range = not torch.cpu._is_vnni_supported()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, peaks = dispatch.normalize_rows(x)
-        out: torch.Tensor = self._run(rows, self._packed, True)[:-1]
+        out: torch.Tensor = self._run(rows, self._packed, self._reduce_range)[:-1]
         dispatch.scale_rows(out, peaks, self._bias)
         return out
 
