@@ -8,12 +8,13 @@ the executor executes. Timers sit around the parts of the model. What is left of
 embedding and activation where they are not fused, Python between the calls) is "rest".
 
 Printed are medians over the steps, each part as a share of the step and of the linears-only bound: the same
-matrix products, head included, run back to back on the same weights with nothing between them.
+matrix products, head included, run on the same weights with nothing between them, in turn with the steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -61,6 +62,7 @@ class Timers:
         self.seconds: Parts = defaultdict(float)
 
     def wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = function(*args, **kwargs)
@@ -171,58 +173,54 @@ def decode_steps(driver: Driver, timers: Timers, rows: int, context: int, steps:
         driver.add(context, steps + 8 + rows * (context // 64 + 1))
     while driver.step(timers)[0] != rows:
         pass
-    driver.step(timers)
-    measured = [driver.step(timers)[1] for _ in range(steps)]
+    products = Products(driver.executor, rows, rows)
+    measured = [driver.step(timers)[1] | {"bound": products.seconds()} for _ in range(steps + 1)]
     for request_id in driver.scheduler.unfinished():
         driver.scheduler.abort(request_id, time.monotonic())
-    return measured
-
-
-def chunk_steps(driver: Driver, timers: Timers, tokens: int, steps: int) -> list[Parts]:
-    measured = []
-    for _ in range(steps + 1):
-        driver.add(tokens, 1)
-        measured.append(driver.step(timers)[1])
     return measured[1:]
 
 
-def linears_bound(executor: Executor, rows: int, num_logit_rows: int, repeats: int) -> float:
-    """Seconds of all matrix products of a step of `rows` tokens, nothing between them."""
-    runner: Any = executor._runner
-    if runner._decoder is not None:
-        decoder = runner._decoder
-        linears = [
-            linear
-            for layer in decoder.layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        head = decoder.head
-    else:
-        head = runner._module.get_output_embeddings()
-        linears = [
-            child
-            for child in runner._module.modules()
-            if isinstance(child, (torch.nn.Linear, LinearModule)) and child is not head
-        ]
-    inputs = {size: torch.randn(rows, size) for size in {linear.in_features for linear in linears}}
-    logit_rows = torch.randn(num_logit_rows, head.in_features)
-
-    def products() -> None:
-        for linear in linears:
-            linear(inputs[linear.in_features])
-        head(logit_rows)
-
-    return _median_seconds(products, repeats)
+def chunk_steps(driver: Driver, timers: Timers, tokens: int, steps: int) -> list[Parts]:
+    products = Products(driver.executor, tokens, 1)
+    measured = []
+    for _ in range(steps + 1):
+        driver.add(tokens, 1)
+        measured.append(driver.step(timers)[1] | {"bound": products.seconds()})
+    return measured[1:]
 
 
-def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+class Products:
+    """All matrix products of a step of `rows` tokens, nothing between them."""
+
+    def __init__(self, executor: Executor, rows: int, num_logit_rows: int) -> None:
+        runner: Any = executor._runner
+        self._linears: list[Any]
+        if runner._decoder is not None:
+            layers = runner._decoder.layers
+            self._linears = [
+                linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            ]
+            self._head = runner._decoder.head
+        else:
+            self._head = runner._module.get_output_embeddings()
+            self._linears = [
+                child
+                for child in runner._module.modules()
+                if isinstance(child, (torch.nn.Linear, LinearModule)) and child is not self._head
+            ]
+        # A timer's wrapper hides the attribute.
+        self._linears = [getattr(linear, "__wrapped__", linear) for linear in self._linears]
+        self._head = getattr(self._head, "__wrapped__", self._head)
+        self._inputs = {size: torch.randn(rows, size) for size in {one.in_features for one in self._linears}}
+        self._logit_rows = torch.randn(num_logit_rows, self._head.in_features)
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        for linear in self._linears:
+            linear(self._inputs[linear.in_features])
+        self._head(self._logit_rows)
+        return time.perf_counter() - start
 
 
 def main() -> None:
@@ -256,12 +254,10 @@ def main() -> None:
                     steps = decode_steps(driver, timers, size, args.context, args.steps)
                 else:
                     steps = chunk_steps(driver, timers, size, max(3, args.steps // 3))
-            num_logit_rows = size if kind == "decodes" else 1
-            bound = linears_bound(executor, size, num_logit_rows, max(3, args.steps // 3))
-            medians = {
-                part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*PARTS, "step")
+            names = (*PARTS, "step", "bound")
+            results[f"{kind} {size}"] = {
+                name: statistics.median(step.get(name, 0.0) for step in steps) for name in names
             }
-            results[f"{kind} {size}"] = {**medians, "bound": bound}
     if args.json:
         print(json.dumps(results, indent=2))
         return
