@@ -245,6 +245,9 @@ def main() -> None:
             num_blocks=max(DECODES) * (args.context + 200) // 16 + 64,
         )
     )
+    if not args.json:
+        print("| step | ms | linears-only bound, ms | step / bound |", " | ".join(PARTS), "|")
+        print("|---" * (len(PARTS) + 4) + "|")
     results = {}
     for kind, sizes in (("decodes", DECODES), ("chunk", CHUNKS)):
         for size in sizes:
@@ -255,22 +258,18 @@ def main() -> None:
                 else:
                     steps = chunk_steps(driver, timers, size, max(3, args.steps // 3))
             names = (*PARTS, "step", "bound")
-            results[f"{kind} {size}"] = {
-                name: statistics.median(step.get(name, 0.0) for step in steps) for name in names
-            }
+            row = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+            results[f"{kind} {size}"] = row
+            if not args.json:
+                print_row(f"{kind} {size}", row)
     if args.json:
         print(json.dumps(results, indent=2))
-        return
-    print("| step | ms | linears-only bound, ms | step / bound |", " | ".join(PARTS), "|")
-    print("|---" * (len(PARTS) + 4) + "|")
-    for name, row in results.items():
-        shares = [f"{100 * row[part] / row['step']:.1f} % ({row[part] / row['bound']:.3f})" for part in PARTS]
-        figures = [
-            f"{1e3 * row['step']:.1f}",
-            f"{1e3 * row['bound']:.1f}",
-            f"{row['step'] / row['bound']:.2f}",
-        ]
-        print("|", " | ".join([name, *figures, *shares]), "|")
+
+
+def print_row(name: str, row: Parts) -> None:
+    shares = [f"{100 * row[part] / row['step']:.1f} % ({row[part] / row['bound']:.3f})" for part in PARTS]
+    figures = [f"{1e3 * row['step']:.1f}", f"{1e3 * row['bound']:.1f}", f"{row['step'] / row['bound']:.2f}"]
+    print("|", " | ".join([name, *figures, *shares]), "|", flush=True)
 
 
 if __name__ == "__main__":
