@@ -18,6 +18,7 @@ from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
     LOG2_E,
+    prefetch,
     readable,
     vadd,
     vdiv,
@@ -281,6 +282,13 @@ def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, An
 
 
 @compiled()
+def prefetch_block(cache: Any, at: int, size: int) -> None:
+    """Ask for the `size` elements from `at` on. Blocks lie anywhere, which no prefetcher of the CPU foresees."""
+    for offset in range(0, size, 64 // cache.itemsize):
+        prefetch(cache, at + offset)
+
+
+@compiled()
 def attend(
     queries: Any,
     rows: int,
@@ -328,6 +336,7 @@ def attend(
         num_blocks = min(tile_blocks, end_block - block)
         for i in range(num_blocks):
             at = table[block + i] * block_stride + head_at
+            prefetch_block(v, at, block_size * slot_stride)
             if not direct:
                 widen_rows((k, at, slot_stride), wide_k, depth, block_size, head_dim)
                 at = 0
@@ -340,6 +349,9 @@ def attend(
             (scores, 0, stride), rows, group, position, tile, seen, window, cap, accumulated, depth
         )
         for i in range(num_blocks):
+            following = block + tile_blocks + i
+            if following < end_block:
+                prefetch_block(k, table[following] * block_stride + head_at, block_size * slot_stride)
             first = (block + i) * block_size
             low = max(seen[0] - first, 0)
             count = min(seen[1] - first, block_size) - low
