@@ -343,6 +343,13 @@ class Lifecycle:
         """All branches that have not ended, in order of arrival."""
         return [seq for group in self.groups.values() for seq in group.live]
 
+    def fork_sources(self, request: Request) -> list[Sequence]:
+        """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
+        parent = self.groups.get(request.fork_of)
+        if parent is None or parent.root_key != (request.cache_salt, request.adapter):
+            return []
+        return parent.live
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every request is in one queue and every row in one place (rule R2)."""
         live = self.live()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import carray, types  # type: ignore[attr-defined]
 
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import intrinsic
