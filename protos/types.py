@@ -483,6 +483,18 @@ class WorkerInfo:
     """Between device and host pool, from copies both ways at start: bytes moved by seconds. 0: no host blocks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedPrefix:
+    """Tokens whose KV a worker has in device blocks, whoever had it computed."""
+
+    token_ids: Int32Array
+    """[B * block_size]"""
+    blocks: Int32Array
+    """[B] in order."""
+    cache_salt: str = ""
+    adapter: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
     """Timings and counts of one request, in every reply."""
