@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 
 from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
-from octavo.protos.types import FinishReason, Request
+from octavo.protos.types import FinishReason, Request, Resume
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import (
     Admitted,
@@ -32,6 +32,9 @@ from octavo.scheduler.queue import GroupQueue
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
+
+_RESUMED_FIRST = 2**62
+"""Taken from the arrival numbers of requests that have waited elsewhere: more than will ever arrive."""
 
 
 class Lifecycle:
@@ -68,17 +71,20 @@ class Lifecycle:
 
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, max_tokens: int, now: float) -> Event:
-        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue."""
+    def enqueue(self, request: Request, max_tokens: int, now: float, resume: Resume | None = None) -> Event:
+        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
+
+        One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if len(self.waiting) >= self._config.max_waiting:
+        if resume is None and len(self.waiting) >= self._config.max_waiting:
             raise OverloadedError(
                 f"{len(self.waiting)} requests wait; the limit is {self._config.max_waiting}"
             )
-        group = SequenceGroup(
-            request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
-        )
+        arrival = self._next_arrival - (_RESUMED_FIRST if resume is not None else 0)
+        group = SequenceGroup(request, arrival_number=arrival, arrived_at=now, max_tokens=max_tokens)
+        if resume is not None:
+            group.go_on_from(resume, now)
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from octavo.protos.errors import OverloadedError, RequestTooLargeError, UnavailableError
-from octavo.protos.types import Request
+from octavo.protos.types import Request, Resume
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
 
@@ -58,9 +58,14 @@ class Router:
         self._count = 0
 
     def route(
-        self, request: Request, workers: Mapping[str, Scheduler], now: float
+        self,
+        request: Request,
+        workers: Mapping[str, Scheduler],
+        now: float,
+        resume: Resume | None = None,
     ) -> tuple[str, list[Event]]:
-        """Put `request` into the best worker's queue; returns that worker's id and what happened.
+        """Put `request` into the best worker's queue, to go on from `resume` where it was lost elsewhere; returns that
+        worker's id and what happened.
 
         Raises `UnavailableError` without workers, `RequestTooLargeError` when it can never fit on any, and
         `OverloadedError` when all that could take it are full.
@@ -77,7 +82,7 @@ class Router:
 
         for score in sorted(scores, key=order):
             try:
-                queued = workers[score.worker_id].add(request, now)
+                queued = workers[score.worker_id].add(request, now, resume)
             except (RequestTooLargeError, OverloadedError) as error:
                 # Of several reasons the temporary one is told: the request may be sent again.
                 if refusal is None or isinstance(error, OverloadedError):

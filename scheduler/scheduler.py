@@ -27,8 +27,10 @@ from octavo.protos.types import (
     FinishReason,
     Int32Array,
     Request,
+    Resume,
     StepPlan,
     StepResult,
+    check_resume,
     finish_reason,
 )
 from octavo.scheduler.admission import resolve_max_tokens
@@ -66,13 +68,16 @@ class Scheduler:
 
     # --- requests come and go ------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float) -> list[Event]:
-        """Queue a request.
+    def add(self, request: Request, now: float, resume: Resume | None = None) -> list[Event]:
+        """Queue a request, or one that stood at `resume` on another worker: it goes on from there.
 
         Raises `RequestTooLargeError` when it could never fit, `OverloadedError` when the queue is full and
-        `InvalidRequestError` for an id in use. Then nothing has changed.
+        `InvalidRequestError` for an id in use or a `resume` that is none of this request. Then nothing has changed.
         """
-        return [self._life.enqueue(request, resolve_max_tokens(request, self.config), now)]
+        max_tokens = resolve_max_tokens(request, self.config)
+        if resume is not None:
+            check_resume(request, resume, max_tokens)
+        return [self._life.enqueue(request, max_tokens, now, resume)]
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request at whatever stage it is, at once. Unknown ids (ended already) are ignored.

@@ -10,7 +10,7 @@ import enum
 from array import array
 from dataclasses import dataclass
 
-from octavo.protos.types import FinishReason, Request, RequestMetrics, TokenLogprobs
+from octavo.protos.types import FinishReason, Request, RequestMetrics, Resume, TokenLogprobs
 from octavo.scheduler.beam_search import BeamSearch
 from octavo.scheduler.prefix_tree import RootKey
 
@@ -171,6 +171,30 @@ class SequenceGroup:
     def move_to(self, state: GroupState) -> None:
         assert (self.state, state) in _TRANSITIONS, f"{self.state} -> {state}"
         self.state = state
+
+    def go_on_from(self, resume: Resume, now: float) -> None:
+        """A new group takes the place of one that was lost elsewhere: its outputs are outputs here too, so that
+        positions, penalties and limits count on. The caller has checked it (`check_resume`)."""
+        so_far = resume.metrics
+        self.arrived_at = now - so_far.total_seconds
+        if not resume.branches:
+            return
+        self.admitted_at = self.arrived_at + so_far.queue_seconds
+        self.first_token_at = self.arrived_at + so_far.ttft_seconds
+        self.cached_tokens = so_far.cached_tokens
+        self.num_preemptions = so_far.num_preemptions
+        self.recomputed_tokens = so_far.recomputed_tokens
+        self.forked = True
+        self.live = []
+        for number, branch in enumerate(resume.branches):
+            if branch.finish_reason is None:
+                seq = Sequence(self, number)
+                # All but the last output had KV where it comes from.
+                seq.num_lost_tokens = len(seq.token_ids) + len(branch.token_ids) - 1
+                seq.token_ids.frombytes(branch.token_ids.tobytes())
+                seq.num_total_tokens = len(seq.token_ids)
+                seq.num_planned_outputs = len(branch.token_ids)
+                self.live.append(seq)
 
     def metrics(self, now: float) -> RequestMetrics:
         return RequestMetrics(
