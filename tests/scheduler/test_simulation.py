@@ -39,7 +39,8 @@ def how_many(rng: random.Random, branches: tuple[int, ...], beam_rate: float) ->
 
 
 def simulate(seed: int) -> Harness:
-    """One random life of a scheduler: arrivals, shared prefixes, branches, stops, aborts, failed rows."""
+    """One random life of a scheduler: arrivals, shared prefixes, branches, beams, forks, stops, aborts,
+    failed rows, lost workers."""
     rng = random.Random(seed)
     block_size = rng.choice([8, 16, 16, 24, 32])
     h = Harness(
@@ -62,6 +63,7 @@ def simulate(seed: int) -> Harness:
         reserve = h.scheduler._life.reserve
         reserve._min = reserve.horizon = 0
     branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
+    loss_rate = rng.choice([0.0, 0.0, 0.0, 0.01])
     fork_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
     beam_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
     # Lengths follow the pool, so that most lives run it full; aborts are rare enough in most for that.
@@ -113,6 +115,8 @@ def simulate(seed: int) -> Harness:
             h.abort(rng.choice(sorted(h.requests)))
         elif h.requests and rng.random() < stop_rate:
             h.stop(rng.choice(sorted(h.requests)), rng.randrange(4))
+        elif rng.random() < loss_rate:
+            h.lose_worker()
         elif rng.random() < 0.5:
             h.plan()
         elif h.pending:
