@@ -117,8 +117,8 @@ class Harness:
         self.scheduler.check_integrity()
 
     def lose_worker(self) -> None:
-        """The worker dies with all that it holds, and plans that are out with it. Its requests go on, on an empty one and
-        with a new scheduler, from the tokens that their callers have."""
+        """The worker dies with all that it holds, and plans that are out with it. Its requests go on, on an empty one
+        and with a new scheduler, from the tokens that their callers have."""
         unfinished = self.scheduler.unfinished()
         self.config = dataclasses.replace(self.config, epoch=self.config.epoch + 1)
         reserve = self.scheduler._life.reserve
