@@ -1,4 +1,4 @@
-"""The fused elementwise kernels against their oracles. Run by `test_triton_properties.py` in a process of its own."""
+"""The elementwise and copying kernels against their oracles. Run by `test_triton_properties.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from octavo.kernels import reference
 from octavo.kernels.rms_norm import rms_norm
 from octavo.kernels.silu_mul import silu_mul
+from octavo.kernels.swap_blocks import gather_blocks, scatter_blocks
 from octavo.kernels.write_kv_rope import write_kv_rope
 
 from .triton_device import DEVICE, assert_within_ulps
@@ -101,3 +102,31 @@ def test_write_kv_rope(
     # Terms up to 4 may cancel: float32's error is of theirs, not of the difference.
     assert_within_ulps(moved, rows, 1.01, floor=4e-6)
     assert_within_ulps(moved_cache, cache, 1.01, floor=4e-6)
+
+
+@few
+@given(
+    num_layers=st.integers(1, 3),
+    sizes=st.sampled_from([(1, 8, 5), (2, 24, 72), (3, 16, 20)]),
+    num_moved=st.integers(1, 4),
+    dtype=DTYPES,
+    seed=seeds,
+)
+def test_swapped_blocks(
+    num_layers: int, sizes: tuple[int, int, int], num_moved: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(num_layers, 2, 6, *sizes, generator=generator).to(dtype)
+    kv[:, :, 0] = torch.nan
+    staging = torch.full((num_moved + 1, num_layers, 2, *sizes), 7.0, dtype=dtype)
+    out, back = (
+        torch.randperm(6, generator=generator)[:num_moved],
+        torch.randperm(6, generator=generator)[:num_moved],
+    )
+    moved_kv, moved_staging = kv.to(DEVICE, copy=True), staging.to(DEVICE, copy=True)
+    gather_blocks(moved_kv, out.to(DEVICE), moved_staging)
+    scatter_blocks(moved_staging, back.to(DEVICE), moved_kv)
+    reference.gather_blocks(kv, out, staging)
+    reference.scatter_blocks(staging, back, kv)
+    assert torch.equal(moved_staging.cpu().nan_to_num(9.0), staging.nan_to_num(9.0))
+    assert torch.equal(moved_kv.cpu().nan_to_num(9.0), kv.nan_to_num(9.0))
