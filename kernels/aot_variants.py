@@ -19,6 +19,7 @@ from octavo.kernels import (
     paged_attention,
     quantised_kv,
     rms_norm,
+    sample,
     silu_mul,
     swap_blocks,
     write_kv,
@@ -232,6 +233,28 @@ def _blocks() -> Iterator[Variant]:
         )
 
 
+def _sampling() -> Iterator[Variant]:
+    types = {"logits": "*fp32", "logit_rows": "*i64", "greedy": "*u8", "kept_values": "*fp32"}
+    types |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp64")
+    types |= dict.fromkeys(("top_ks", "seeds"), "*i64")
+    types |= dict.fromkeys(("branches", "positions", "kept_ids", "tokens"), "*i32")
+    yield Variant(
+        name="sample",
+        kernel=sample.sample_kernel,
+        types=types,
+        constants={"SIZE": sample.TILE},
+        num_warps=sample.NUM_WARPS,
+    )
+    edits = {"logits": "*fp32", "rows": "*i64", "ids": "*i64", "amounts": "*fp64", "factors": "*fp64"}
+    yield Variant(
+        name="edit_logits penalty",
+        kernel=sample.edit_logits_kernel,
+        types=edits,
+        constants={"KIND": sample.PENALTY, "SIZE": 256},
+        num_warps=4,
+    )
+
+
 def variants() -> Iterator[Variant]:
     """What SmolLM2-135M and an 8-billion Llama launch in both step shapes, with the options that change the code."""
     yield from _attention_variants()
@@ -239,3 +262,4 @@ def variants() -> Iterator[Variant]:
     yield from _writes()
     yield from _rows()
     yield from _blocks()
+    yield from _sampling()

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-FILES = ["triton_fused.py", "triton_attention.py", "triton_quantised.py"]
+FILES = ["triton_fused.py", "triton_attention.py", "triton_quantised.py", "triton_sampling.py"]
 
 
 @pytest.mark.parametrize("name", FILES)
