@@ -87,6 +87,25 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def normalize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide each row by its largest magnitude, and add a row that makes the whole range from -1 to 1.
+
+    x  [T, N], N >= 2; a row of zeros stays so
+
+    Returns new [T + 1, N], its last row 1, -1, 0, 0, ..., and the magnitudes [T].
+    """
+    peaks = x.double().abs().amax(dim=1)
+    rows = x.double() / peaks.where(peaks > 0, 1.0)[:, None]
+    last = torch.zeros(1, x.shape[1], dtype=torch.float64)
+    last[0, 0], last[0, 1] = 1.0, -1.0
+    return torch.cat((rows, last)).to(x.dtype), peaks.to(x.dtype)
+
+
+def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """x [T, N] *= factors [T], row by row, then += bias [N]; in place."""
+    x.copy_(x.double() * factors.double()[:, None] + (0.0 if bias is None else bias.double()))
+
+
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """Copy whole blocks, all layers, keys and values, in place.
 
