@@ -46,11 +46,10 @@ def num_warps(padded_width: int) -> int:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As `dispatch.rms_norm`."""
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """As `dispatch.rms_norm`, into `out`."""
     num_rows, width = x.shape
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     padded_width = triton.next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
         x,
@@ -67,4 +66,3 @@ def rms_norm(
         num_warps=num_warps(padded_width),
         enable_fp_fusion=True,
     )
-    return out

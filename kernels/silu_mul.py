@@ -25,10 +25,9 @@ def silu_mul_kernel(gate_up, out, row_stride, out_stride, width, TILE: tl.conste
     tl.store(out + row * out_stride + columns, product.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `dispatch.silu_mul`."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """As `dispatch.silu_mul`, into `out`."""
+    num_rows, width = out.shape
     silu_mul_kernel[(num_rows, triton.cdiv(width, TILE_ELEMENTS))](
         gate_up,
         out,
@@ -39,4 +38,3 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return out

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference_sampling
 from octavo.kernels.sample import BAN, BIAS, NO_TOKEN, PENALTY, SamplingInputs, edit_logits, sample
+from octavo.protos.types import SamplingParams
+from octavo.worker import gpu_sampler
+from octavo.worker.gpu_sampler import GpuSampler
 from octavo.worker.random import uniforms
+from octavo.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 
+from ..worker.sampling_reference import make_batch, make_request
 from .triton_device import DEVICE
 
 TILE = 128
@@ -148,3 +153,43 @@ def test_edits() -> None:
     largest = torch.finfo(torch.float32).max
     expected = torch.tensor([[0.5, -4.5, -torch.inf, torch.nan], [4.5, -largest, -torch.inf, 0.0]])
     torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_workers_sampler_draws_the_same() -> None:
+    """Rows of every kind in one batch: greedy, edited, a fork's twins, penalties, failures, log-probabilities."""
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(3)) * 3
+    logits[4, 17] = torch.nan
+    logits[5, :] = -torch.inf
+    logits[5, 9] = 1.0
+    options: list[tuple[int, dict[str, object], list[int]]] = [
+        (0, {"temperature": 0.0}, []),
+        (1, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}, [3]),
+        (1, {"temperature": 0.8, "top_k": 30, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [5, 5, 9]),
+        (2, {"repetition_penalty": 1.4, "logit_bias": {7: 4.0, 0: -100.0}, "min_p": 0.02}, [7]),
+        (3, {"temperature": 0.0, "logit_bias": {100: 50.0}, "logprobs": 0}, []),
+        (4, {"logit_bias": {17: -100.0}}, []),
+        (4, {"temperature": 0.0}, []),
+        (5, {"min_tokens": 5, "stop_token_ids": (9,)}, []),
+        (3, {"top_k": 1}, [1, 2]),
+    ]
+    samples = [
+        (row, make_request(SamplingParams(max_tokens=50, **params), [3, 4], seed=k), outputs, k % 3)
+        for k, (row, params, outputs) in enumerate(options)
+    ]
+    batch = make_batch(samples, 200)
+    expected = Sampler().sample(logits, batch)
+    actual = GpuSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), batch)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert actual.errors == expected.errors == {5: NOT_FINITE, 6: NOT_FINITE, 7: NOTHING_LEFT}
+    assert actual.logprobs == expected.logprobs
+    plain = make_batch(samples[:2], 200)
+    assert GpuSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), plain).token_ids.tolist() == (
+        expected.token_ids[:2].tolist()
+    )
+
+
+def test_the_check_at_start_holds() -> None:
+    logits = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    batch = gpu_sampler._made_up(8)
+    actual = GpuSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), batch)
+    assert actual.token_ids.tolist() == Sampler().sample(logits, batch).token_ids.tolist()

@@ -60,7 +60,15 @@ FAMILIES = {
 }
 
 
-FUSED = {"llama", "llama tied", "llama scaled rope", "llama biased", "mistral, sliding window", "qwen2", "qwen3"}
+FUSED = {
+    "llama",
+    "llama tied",
+    "llama scaled rope",
+    "llama biased",
+    "mistral, sliding window",
+    "qwen2",
+    "qwen3",
+}
 """Built like Llama; every other family keeps its module graph, with other matrix products."""
 
 
