@@ -15,7 +15,13 @@ import torch
 
 pytest.importorskip("triton")
 
-FILES = ["triton_fused.py", "triton_attention.py", "triton_quantised.py", "triton_sampling.py"]
+FILES = [
+    "triton_fused.py",
+    "triton_attention.py",
+    "triton_quantised.py",
+    "triton_sampling.py",
+    "triton_model.py",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
