@@ -142,9 +142,9 @@ class GraphedRunner:
         # What stands past a sequence's blocks, from this step or an earlier one, is never read.
         inputs.block_tables[:num_seqs, :width].copy_(batch.block_tables)
         if num_seqs < size:
-            # Rows of padding see no key and write none.
+            # Rows of padding write nothing, and see one slot of a block that a table once named.
             inputs.slot_mapping[num_seqs:size] = -1
-            inputs.context_lens[num_seqs:size] = 0
+            inputs.context_lens[num_seqs:size] = 1
 
 
 def with_graphs(
@@ -161,7 +161,7 @@ def with_graphs(
 
 
 def _padding(num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> ForwardBatch:
-    """A decode of `num_seqs` sequences that reads and writes no block, logits of all."""
+    """A decode of `num_seqs` sequences that writes no block and reads the first slot of block 0, logits of all."""
 
     def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype, device=device)
@@ -172,7 +172,7 @@ def _padding(num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> Fo
         slot_mapping=zeros(num_seqs) - 1,
         block_tables=zeros(num_seqs, max_blocks_per_seq, dtype=torch.int32),
         cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
-        context_lens=zeros(num_seqs, dtype=torch.int32),
+        context_lens=zeros(num_seqs, dtype=torch.int32) + 1,
         logit_rows=torch.arange(num_seqs, device=device),
     )
 
