@@ -59,6 +59,8 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
     constants = {name: variant.constants[name] for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    if variant.max_registers is not None:
+        options["maxnreg"] = variant.max_registers
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     used = _resource_usage(binary.asm["cubin"])
     ptx = binary.asm["ptx"]

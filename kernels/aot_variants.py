@@ -44,6 +44,8 @@ class Variant:
     num_warps: int
     num_stages: int = 3
     """Triton's own default."""
+    max_registers: int | None = None
+    """Of a thread; None: what the compiler thinks best."""
     reads_wide: bool = True
     """Global memory is read in 16-byte vectors somewhere, as it must be where many bytes are read."""
 
@@ -244,6 +246,7 @@ def _sampling() -> Iterator[Variant]:
         types=types,
         constants={"SIZE": sample.TILE},
         num_warps=sample.NUM_WARPS,
+        max_registers=sample.MAX_REGISTERS,
     )
     edits = {"logits": "*fp32", "rows": "*i64", "ids": "*i64", "amounts": "*fp64", "factors": "*fp64"}
     yield Variant(
@@ -252,6 +255,7 @@ def _sampling() -> Iterator[Variant]:
         types=edits,
         constants={"KIND": sample.PENALTY, "SIZE": 256},
         num_warps=4,
+        reads_wide=False,  # single logits
     )
 
 

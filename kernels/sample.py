@@ -23,6 +23,9 @@ import triton.language as tl
 TILE = 2048
 """Tokens that a program looks at at once, and that it may set aside."""
 NUM_WARPS = 8
+MAX_REGISTERS = 160
+"""Of a thread. Left to itself the compiler rather spills a few than go past 128, for programs that nobody needs at
+once."""
 VOCAB_MAX = 1 << 19
 """So many weights of 2**44 add up in 63 bits."""
 NO_TOKEN = -1
@@ -52,6 +55,16 @@ def _value_of(key):
 def _weights(values, peak, rate):
     """int64, 2**44 at the peak; `rate` is log2(e) / temperature."""
     return (tl.exp2((values - peak) * rate) * 17592186044416.0).to(tl.int64)
+
+
+@triton.jit
+def _quotient_up(weight, unit):
+    """The fewest units, of 2**20 or fewer, that reach int64 `weight` > 0. (Devices divide such numbers in a
+    subroutine, which costs registers.)"""
+    count = (weight.to(tl.float32) / unit.to(tl.float32)).to(tl.int64) - 1
+    count += (count * unit < weight).to(tl.int64)
+    count += (count * unit < weight).to(tl.int64)
+    return count + (count * unit < weight).to(tl.int64)
 
 
 @triton.jit
@@ -212,8 +225,8 @@ def sample_kernel(
         tl.store(tokens + sample, tl.min(tl.where(lane_best == peak, lane_ids, 0x7FFFFFFF), 0))
         return
 
-    temperature = tl.load(temperatures + sample)
-    rate = (1.4426950408889634 / temperature).to(tl.float32)
+    temperature = tl.load(temperatures + sample).to(tl.float32)
+    rate = 1.4426950408889634 / temperature
     top_k = tl.load(top_ks + sample)
     top_p = tl.load(top_ps + sample)
     kept_values += sample * SIZE
@@ -234,7 +247,7 @@ def sample_kernel(
         low = threshold
         if not limited:
             # Further below the likeliest a token weighs nothing: 44 ln 2 is 30.5.
-            lowest = peak - temperature.to(tl.float32) * 31.5
+            lowest = peak - temperature * 31.5
             low = _keys(lowest).to(tl.int64) - 1
             _, total = _reaching(row, vocab_size, low, peak, rate, SIZE)
         needed = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
@@ -243,7 +256,7 @@ def sample_kernel(
         )
         edge = _weights(_value_of(threshold), peak, rate)
         # Rounding may ask for a little more than there is at the edge of top-k.
-        fitting = tl.where(edge > 0, (needed - weight + edge - 1) // tl.maximum(edge, 1), 1).to(tl.int32)
+        fitting = _quotient_up(needed - weight, tl.maximum(edge, 1)).to(tl.int32)
         same = limited & (threshold == low)
         ties = tl.where(same, tl.minimum(fitting, ties), fitting)
 
@@ -309,6 +322,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, *, size: int = TILE) ->
         vocab_size,
         SIZE=size,
         num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
     )
     return tokens
