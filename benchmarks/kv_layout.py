@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.products import accumulate
+from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.tiles import score_block
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
