@@ -8,12 +8,13 @@ the executor executes. Timers sit around the parts of the model. What is left of
 embedding and activation where they are not fused, Python between the calls) is "rest".
 
 Printed are medians over the steps, each part as a share of the step and of the linears-only bound: the same
-matrix products, head included, run back to back on the same weights with nothing between them.
+matrix products, head included, run on the same weights with nothing between them, in turn with the steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -53,6 +54,8 @@ CHUNKS = (128, 512)
 
 Parts = dict[str, float]
 
+clock: Callable[[], float] = time.perf_counter
+
 
 class Timers:
     """Seconds by part, gathered by wrappers around functions that are looked up at every call."""
@@ -61,10 +64,11 @@ class Timers:
         self.seconds: Parts = defaultdict(float)
 
     def wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             result = function(*args, **kwargs)
-            self.seconds[part] += time.perf_counter() - start
+            self.seconds[part] += clock() - start
             return result
 
         return timed
@@ -104,6 +108,7 @@ def instrumented(executor: Executor) -> Iterator[Timers]:
                 patch(child, "forward", "embedding")
             elif "Norm" in type(child).__name__:
                 patch(child, "forward", "norms")
+    patch(executor._sampler, "sample", "sampler")
     patch(dispatch, "rms_norm", "norms")
     for name in ("write_kv", "write_kv_rope", "paged_attention"):
         patch(dispatch, name, "attention")
@@ -145,22 +150,21 @@ class Driver:
 
     def step(self, timers: Timers | None = None) -> tuple[int, Parts]:
         """Tokens of the step, and seconds by part."""
-        start = time.perf_counter()
+        start = clock()
         plan = self.scheduler.plan(time.monotonic())
-        planned = time.perf_counter()
+        planned = clock()
         assert plan is not None
         plan = decode_plan(worker_pb2.StepPlan.FromString(encode_plan(plan).SerializeToString()))
-        received = time.perf_counter()
+        received = clock()
         result = self.executor.execute(plan)
-        executed = time.perf_counter()
+        executed = clock()
         result = decode_result(worker_pb2.StepResult.FromString(encode_result(result).SerializeToString()))
-        returned = time.perf_counter()
+        returned = clock()
         self.scheduler.commit(result, time.monotonic())
-        ended = time.perf_counter()
+        ended = clock()
         parts: Parts = timers.take() if timers is not None else {}
         parts["scheduler"] = planned - start + ended - returned
         parts["wire"] = received - planned + returned - executed
-        parts["sampler"] = result.parts_seconds["sample"]
         parts["step"] = ended - start
         parts["rest"] = parts["step"] - sum(parts.get(part, 0.0) for part in PARTS if part != "rest")
         return plan.num_scheduled_tokens, parts
@@ -171,58 +175,54 @@ def decode_steps(driver: Driver, timers: Timers, rows: int, context: int, steps:
         driver.add(context, steps + 8 + rows * (context // 64 + 1))
     while driver.step(timers)[0] != rows:
         pass
-    driver.step(timers)
-    measured = [driver.step(timers)[1] for _ in range(steps)]
+    products = Products(driver.executor, rows, rows)
+    measured = [driver.step(timers)[1] | {"bound": products.seconds()} for _ in range(steps + 1)]
     for request_id in driver.scheduler.unfinished():
         driver.scheduler.abort(request_id, time.monotonic())
-    return measured
-
-
-def chunk_steps(driver: Driver, timers: Timers, tokens: int, steps: int) -> list[Parts]:
-    measured = []
-    for _ in range(steps + 1):
-        driver.add(tokens, 1)
-        measured.append(driver.step(timers)[1])
     return measured[1:]
 
 
-def linears_bound(executor: Executor, rows: int, num_logit_rows: int, repeats: int) -> float:
-    """Seconds of all matrix products of a step of `rows` tokens, nothing between them."""
-    runner: Any = executor._runner
-    if runner._decoder is not None:
-        decoder = runner._decoder
-        linears = [
-            linear
-            for layer in decoder.layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        head = decoder.head
-    else:
-        head = runner._module.get_output_embeddings()
-        linears = [
-            child
-            for child in runner._module.modules()
-            if isinstance(child, (torch.nn.Linear, LinearModule)) and child is not head
-        ]
-    inputs = {size: torch.randn(rows, size) for size in {linear.in_features for linear in linears}}
-    logit_rows = torch.randn(num_logit_rows, head.in_features)
-
-    def products() -> None:
-        for linear in linears:
-            linear(inputs[linear.in_features])
-        head(logit_rows)
-
-    return _median_seconds(products, repeats)
+def chunk_steps(driver: Driver, timers: Timers, tokens: int, steps: int) -> list[Parts]:
+    products = Products(driver.executor, tokens, 1)
+    measured = []
+    for _ in range(steps + 1):
+        driver.add(tokens, 1)
+        measured.append(driver.step(timers)[1] | {"bound": products.seconds()})
+    return measured[1:]
 
 
-def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+class Products:
+    """All matrix products of a step of `rows` tokens, nothing between them."""
+
+    def __init__(self, executor: Executor, rows: int, num_logit_rows: int) -> None:
+        runner: Any = executor._runner
+        self._linears: list[Any]
+        if runner._decoder is not None:
+            layers = runner._decoder.layers
+            self._linears = [
+                linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            ]
+            self._head = runner._decoder.head
+        else:
+            self._head = runner._module.get_output_embeddings()
+            self._linears = [
+                child
+                for child in runner._module.modules()
+                if isinstance(child, (torch.nn.Linear, LinearModule)) and child is not self._head
+            ]
+        # A timer's wrapper hides the attribute.
+        self._linears = [getattr(linear, "__wrapped__", linear) for linear in self._linears]
+        self._head = getattr(self._head, "__wrapped__", self._head)
+        self._inputs = {size: torch.randn(rows, size) for size in {one.in_features for one in self._linears}}
+        self._logit_rows = torch.randn(num_logit_rows, self._head.in_features)
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        start = clock()
+        for linear in self._linears:
+            linear(self._inputs[linear.in_features])
+        self._head(self._logit_rows)
+        return clock() - start
 
 
 def main() -> None:
@@ -234,8 +234,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each kind")
     parser.add_argument("--context", type=int, default=256, help="tokens of each decode's context")
     parser.add_argument("--threads", type=int)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread, and its CPU time instead of the clock's: for machines on which others work, too",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.cpu_time:
+        global clock
+        clock, args.threads = time.process_time, 1
     executor = build_executor(
         WorkerConfig(
             worker_id="profile",
@@ -247,6 +255,9 @@ def main() -> None:
             num_blocks=max(DECODES) * (args.context + 200) // 16 + 64,
         )
     )
+    if not args.json:
+        print("| step | ms | linears-only bound, ms | step / bound |", " | ".join(PARTS), "|")
+        print("|---" * (len(PARTS) + 4) + "|")
     results = {}
     for kind, sizes in (("decodes", DECODES), ("chunk", CHUNKS)):
         for size in sizes:
@@ -256,25 +267,19 @@ def main() -> None:
                     steps = decode_steps(driver, timers, size, args.context, args.steps)
                 else:
                     steps = chunk_steps(driver, timers, size, max(3, args.steps // 3))
-            num_logit_rows = size if kind == "decodes" else 1
-            bound = linears_bound(executor, size, num_logit_rows, max(3, args.steps // 3))
-            medians = {
-                part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*PARTS, "step")
-            }
-            results[f"{kind} {size}"] = {**medians, "bound": bound}
+            names = (*PARTS, "step", "bound")
+            row = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+            results[f"{kind} {size}"] = row
+            if not args.json:
+                print_row(f"{kind} {size}", row)
     if args.json:
         print(json.dumps(results, indent=2))
-        return
-    print("| step | ms | linears-only bound, ms | step / bound |", " | ".join(PARTS), "|")
-    print("|---" * (len(PARTS) + 4) + "|")
-    for name, row in results.items():
-        shares = [f"{100 * row[part] / row['step']:.1f} % ({row[part] / row['bound']:.3f})" for part in PARTS]
-        figures = [
-            f"{1e3 * row['step']:.1f}",
-            f"{1e3 * row['bound']:.1f}",
-            f"{row['step'] / row['bound']:.2f}",
-        ]
-        print("|", " | ".join([name, *figures, *shares]), "|")
+
+
+def print_row(name: str, row: Parts) -> None:
+    shares = [f"{100 * row[part] / row['step']:.1f} % ({row[part] / row['bound']:.3f})" for part in PARTS]
+    figures = [f"{1e3 * row['step']:.1f}", f"{1e3 * row['bound']:.1f}", f"{row['step'] / row['bound']:.2f}"]
+    print("|", " | ".join([name, *figures, *shares]), "|", flush=True)
 
 
 if __name__ == "__main__":
