@@ -99,16 +99,19 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the table as Markdown."""
-    print("| kernel | sm | registers | spilled | shared KiB | bytes a load | a store | matrix instruction |")
-    print("|---|---|---|---|---|---|---|---|")
+    """Print the table as Markdown, a line a kernel: registers, shared KiB and matrix instruction by device."""
+    print("| kernel |", " | ".join(f"sm_{capability}" for capability in SHARED_BYTES_MAX), "| load, store |")
+    print("|---" * (len(SHARED_BYTES_MAX) + 2) + "|")
     for variant in variants():
-        for capability in SHARED_BYTES_MAX:
-            used = compile_variant(variant, capability)
-            shared_kib = f"{used.shared_bytes / 1024:.1f}"
-            cells = (variant.name, capability, used.registers, used.spill_bytes, shared_kib)
-            moves = (used.load_bytes, used.store_bytes, used.matrix_instruction or "–")
-            print("|", " | ".join(map(str, cells + moves)), "|", flush=True)
+        found = [compile_variant(variant, capability) for capability in SHARED_BYTES_MAX]
+        moves = f"{min(used.load_bytes for used in found)}, {min(used.store_bytes for used in found)}"
+        print("|", " | ".join([variant.name, *map(_cell, found), moves]), "|", flush=True)
+
+
+def _cell(used: Resources) -> str:
+    words = [str(used.registers), f"{used.shared_bytes / 1024:.1f}"]
+    words += [f"**{used.spill_bytes} spilled**"] * (used.spill_bytes > 0)
+    return ", ".join([*words, used.matrix_instruction]).removesuffix(", ")
 
 
 if __name__ == "__main__":
