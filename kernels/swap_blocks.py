@@ -50,6 +50,7 @@ def _launch(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor, *,
         INTO_POOL=into_pool,
         TILE=TILE_ELEMENTS,
         num_warps=4,
+        enable_fp_fusion=False,
     )
 
 

@@ -82,3 +82,30 @@ def test_every_variant_compiles_for_every_gpu_without_spills_and_fits() -> None:
         assert 0 < used["registers"] <= 255, where
         assert used["shared_bytes"] <= shared_bytes_max, where
         assert used["load_bytes"] >= 16 or not reads_wide, where
+
+
+def test_every_launcher_passes_what_compiles() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("triton_launches.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "paged_attention_kernel": 12,
+        "prefix_attention_kernel": 2,
+        "merge_partials_kernel": 8,
+        "write_kv_quantised_kernel": 4,
+        "rms_norm_kernel": 2,
+        "silu_mul_kernel": 1,
+        "copy_blocks_kernel": 1,
+        "swap_blocks_kernel": 2,
+        "write_kv_kernel": 1,
+        "write_kv_rope_kernel": 1,
+        "sample_kernel": 1,
+        "edit_logits_kernel": 3,
+    }
+    # Triton warns of a launch that leaves the fusion of multiply-adds to the environment.
+    assert "FP_FUSION" not in done.stderr
