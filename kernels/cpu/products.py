@@ -11,8 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.kernels.cpu.memory import prefetch
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import LANES, prefetch, vfma, vload, vload_splat, vsplat, vstore, vsum_each
+from octavo.kernels.cpu.simd import (
+    LANES,
+    vfma,
+    vload,
+    vload_splat,
+    vsplat,
+    vstore,
+    vstore_halves,
+    vsum_each,
+)
 
 Matrix = tuple[Any, int, int]
 """(flat array, offset of [0, 0], row stride)"""
@@ -171,6 +181,41 @@ def accumulate_few(
 
 
 @compiled()
+def _dot_three(
+    left: Matrix, right: Matrix, result: Matrix, columns: int, depth: int, ahead: tuple[Any, int]
+) -> None:
+    """`dot_rows` of three rows: four keys at a time, so that each is loaded once for all rows."""
+    a, a0, a_stride = left
+    b, b_at, b_stride = right
+    c, c_at, c_stride = result
+    later, later_at = ahead
+    a1, a2 = a0 + a_stride, a0 + 2 * a_stride
+    zero = vsplat(0.0)
+    for column in range(0, columns, 4):
+        s00, s01, s02, s03 = zero, zero, zero, zero
+        s10, s11, s12, s13 = zero, zero, zero, zero
+        s20, s21, s22, s23 = zero, zero, zero, zero
+        b0 = b_at + column * b_stride
+        b1, b2, b3 = b0 + b_stride, b0 + 2 * b_stride, b0 + 3 * b_stride
+        for k in range(0, depth, LANES):
+            for offset in range(0, 4 * LANES, 64 // later.itemsize):
+                prefetch(later, later_at + column * depth + 4 * k + offset)
+            x0, x1, x2 = vload(a, a0 + k), vload(a, a1 + k), vload(a, a2 + k)
+            y = vload(b, b0 + k)
+            s00, s10, s20 = vfma(x0, y, s00), vfma(x1, y, s10), vfma(x2, y, s20)
+            y = vload(b, b1 + k)
+            s01, s11, s21 = vfma(x0, y, s01), vfma(x1, y, s11), vfma(x2, y, s21)
+            y = vload(b, b2 + k)
+            s02, s12, s22 = vfma(x0, y, s02), vfma(x1, y, s12), vfma(x2, y, s22)
+            y = vload(b, b3 + k)
+            s03, s13, s23 = vfma(x0, y, s03), vfma(x1, y, s13), vfma(x2, y, s23)
+        at = c_at + column
+        vstore_halves(c, at, at + c_stride, vsum_each(s00, s01, s02, s03, s10, s11, s12, s13))
+        third = at + 2 * c_stride
+        vstore_halves(c, third, third, vsum_each(s20, s21, s22, s23, s20, s21, s22, s23))
+
+
+@compiled()
 def dot_rows(
     left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int, ahead: tuple[Any, int]
 ) -> None:
@@ -182,6 +227,9 @@ def dot_rows(
     a, a_at, a_stride = left
     b, b_at, b_stride = right
     c, c_at, c_stride = result
+    if rows == 3:
+        _dot_three(left, right, result, columns, depth, ahead)
+        return
     for row in range(rows):
         for column in range(0, columns, LANES):
             zero = vsplat(0.0)
