@@ -54,6 +54,8 @@ CHUNKS = (128, 512)
 
 Parts = dict[str, float]
 
+clock: Callable[[], float] = time.perf_counter
+
 
 class Timers:
     """Seconds by part, gathered by wrappers around functions that are looked up at every call."""
@@ -64,9 +66,9 @@ class Timers:
     def wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             result = function(*args, **kwargs)
-            self.seconds[part] += time.perf_counter() - start
+            self.seconds[part] += clock() - start
             return result
 
         return timed
@@ -106,6 +108,7 @@ def instrumented(executor: Executor) -> Iterator[Timers]:
                 patch(child, "forward", "embedding")
             elif "Norm" in type(child).__name__:
                 patch(child, "forward", "norms")
+    patch(executor._sampler, "sample", "sampler")
     patch(dispatch, "rms_norm", "norms")
     for name in ("write_kv", "write_kv_rope", "paged_attention"):
         patch(dispatch, name, "attention")
@@ -147,22 +150,23 @@ class Driver:
 
     def step(self, timers: Timers | None = None) -> tuple[int, Parts]:
         """Tokens of the step, and seconds by part."""
-        start = time.perf_counter()
+        if timers is not None:
+            timers.take()  # what ran between the steps is none of theirs
+        start = clock()
         plan = self.scheduler.plan(time.monotonic())
-        planned = time.perf_counter()
+        planned = clock()
         assert plan is not None
         plan = decode_plan(worker_pb2.StepPlan.FromString(encode_plan(plan).SerializeToString()))
-        received = time.perf_counter()
+        received = clock()
         result = self.executor.execute(plan)
-        executed = time.perf_counter()
+        executed = clock()
         result = decode_result(worker_pb2.StepResult.FromString(encode_result(result).SerializeToString()))
-        returned = time.perf_counter()
+        returned = clock()
         self.scheduler.commit(result, time.monotonic())
-        ended = time.perf_counter()
+        ended = clock()
         parts: Parts = timers.take() if timers is not None else {}
         parts["scheduler"] = planned - start + ended - returned
         parts["wire"] = received - planned + returned - executed
-        parts["sampler"] = result.parts_seconds["sample"]
         parts["step"] = ended - start
         parts["rest"] = parts["step"] - sum(parts.get(part, 0.0) for part in PARTS if part != "rest")
         return plan.num_scheduled_tokens, parts
@@ -216,11 +220,11 @@ class Products:
 
     @torch.inference_mode()
     def seconds(self) -> float:
-        start = time.perf_counter()
+        start = clock()
         for linear in self._linears:
             linear(self._inputs[linear.in_features])
         self._head(self._logit_rows)
-        return time.perf_counter() - start
+        return clock() - start
 
 
 def main() -> None:
@@ -232,8 +236,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each kind")
     parser.add_argument("--context", type=int, default=256, help="tokens of each decode's context")
     parser.add_argument("--threads", type=int)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread, and its CPU time instead of the clock's: for machines on which others work, too",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.cpu_time:
+        global clock
+        clock, args.threads = time.process_time, 1
     executor = build_executor(
         WorkerConfig(
             worker_id="profile",

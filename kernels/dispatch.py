@@ -272,3 +272,43 @@ def paged_attention(
             q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, sliding_window, softcap, out
         )
     return out
+
+
+def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Copy blocks of the pool into staging memory on the same device; see `reference.gather_blocks`. CUDA only.
+
+    kv         [num_layers, 2, num_blocks, Hkv, block_size, D], contiguous
+    block_ids  int64 [N], contiguous
+    staging    [N or more, num_layers, 2, Hkv, block_size, D], contiguous, of the same dtype
+    """
+    _check_staging(kv, block_ids, staging)
+    if block_ids.shape[0]:
+        _swap_kernels(kv).gather_blocks(kv, block_ids, staging)
+
+
+def scatter_blocks(staging: torch.Tensor, block_ids: torch.Tensor, kv: torch.Tensor) -> None:
+    """The way back of `gather_blocks`, no id twice. CUDA only."""
+    _check_staging(kv, block_ids, staging)
+    if block_ids.shape[0]:
+        _swap_kernels(kv).scatter_blocks(staging, block_ids, kv)
+
+
+def _swap_kernels(kv: torch.Tensor) -> Any:
+    if kv.device.type != "cuda":
+        raise ValueError(f"blocks on {kv.device.type} are swapped without staging")
+    return import_module("octavo.kernels.swap_blocks")
+
+
+def _check_staging(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    expected = (*kv.shape[:2], *kv.shape[3:])
+    if kv.dim() != 6 or staging.shape[1:] != expected or staging.dtype != kv.dtype:
+        raise ValueError(
+            f"staging must be {kv.dtype} [N, {', '.join(map(str, expected))}], got {staging.dtype} "
+            f"{tuple(staging.shape)}"
+        )
+    if not (kv.is_contiguous() and staging.is_contiguous()):
+        raise ValueError("kv and staging must be contiguous")
+    if block_ids.dtype != torch.int64 or block_ids.dim() != 1 or block_ids.shape[0] > staging.shape[0]:
+        raise ValueError(
+            f"block_ids must be int64 and at most {staging.shape[0]}, got {block_ids.dtype} {tuple(block_ids.shape)}"
+        )

@@ -164,3 +164,18 @@ def paged_attention(
                 scores = softcap * torch.tanh(scores / softcap)
             out[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
     return out
+
+
+def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Copy blocks of the pool into staging memory, in place.
+
+    kv         [num_layers, 2, num_blocks, Hkv, block_size, D]
+    block_ids  integer [N]
+    staging    [N or more, num_layers, 2, Hkv, block_size, D]; what is past N stays
+    """
+    staging[: len(block_ids)] = kv[:, :, block_ids.long()].movedim(2, 0)
+
+
+def scatter_blocks(staging: torch.Tensor, block_ids: torch.Tensor, kv: torch.Tensor) -> None:
+    """The way back: staging[i] becomes block block_ids[i], no id twice. Shapes as in `gather_blocks`."""
+    kv[:, :, block_ids.long()] = staging[: len(block_ids)].movedim(0, 2)

@@ -19,8 +19,10 @@ from octavo.protos.errors import ConfigError
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.accelerate import accelerate
 from octavo.worker.config import WorkerConfig
+from octavo.worker.cuda_graphs import with_graphs
 from octavo.worker.executor import Executor
 from octavo.worker.fused import FusedDecoder
+from octavo.worker.gpu_sampler import choose_sampler
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import (
     DeviceMemory,
@@ -35,7 +37,6 @@ from octavo.worker.kv_pool import (
 from octavo.worker.loader import LoadedModel, load_model, resolve_model
 from octavo.worker.model import ModelRunner
 from octavo.worker.plan_checks import BatchLimits
-from octavo.worker.sampler import Sampler
 from octavo.worker.swap import STAGING_BLOCKS, SwapSpace, choose_num_host_blocks
 from octavo.worker.warmup import (
     made_up_batch,
@@ -91,7 +92,12 @@ def build_executor(config: WorkerConfig) -> Executor:
     limits = dataclasses.replace(limits, num_host_blocks=num_host_blocks)
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
     swap_space = SwapSpace(kv_pool, num_blocks=num_host_blocks)
-    runner = ModelRunner(loaded, kv_pool.kv, decoder)
+    runner = with_graphs(
+        ModelRunner(loaded, kv_pool.kv, decoder),
+        max_num_seqs=config.max_num_seqs,
+        max_blocks_per_seq=-(-model.max_model_len // config.block_size),
+        device=device,
+    )
     speed = measure_speed(
         runner,
         device=device,
@@ -128,7 +134,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         info.host_link_bytes_per_second / 1e9,
     )
     input_batch = InputBatch(limits, num_blocks=num_blocks)
-    return Executor(runner, kv_pool, swap_space, input_batch, Sampler(), info)
+    return Executor(runner, kv_pool, swap_space, input_batch, choose_sampler(device), info)
 
 
 def choose_device(device: str) -> torch.device:

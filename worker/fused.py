@@ -111,7 +111,7 @@ class FusedDecoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             attended = layer.attend(x, angles, batch)
-            if index == last and len(batch.logit_rows) < len(hidden):
+            if index == last:
                 # Nobody reads the other rows any more: their keys and values are all that they leave.
                 attended, hidden = attended[batch.logit_rows], hidden[batch.logit_rows]
                 if not len(hidden):

@@ -122,27 +122,6 @@ def vload(typing_context: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def prefetch(typing_context: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line of array[offset]; a hint, harmless at any address."""
-    if not isinstance(array, types.Array):
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, array, args[0], args[1], ir.IntType(8))
-        number = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [place.type, number, number, number]),
-            "llvm.prefetch.p0",
-        )
-        # For reading, into the second-level cache, as data.
-        builder.call(function, [place, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.none(array, types.intp), generate
-
-
-@intrinsic
 def vload_lanes(typing_context: Any, array: Any, offset: Any, count: Any) -> Any:
     """array[offset : offset + count] widened in the first `count` < 8 lanes, 0 elsewhere; reads no further."""
     if not _is_storage(array):
@@ -198,6 +177,21 @@ def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count
         return context.get_dummy_value()
 
     return types.none(array, types.intp, f32x8, types.intp), generate
+
+
+@intrinsic
+def vstore_halves(typing_context: Any, array: Any, low: Any, high: Any, value: Any) -> Any:
+    """array[low : low + 4] = the first four lanes, array[high : high + 4] = the others; the array is float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for offset, first in ((args[1], 0), (args[2], LANES // 2)):
+            lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(range(first, first + LANES // 2)))
+            half = builder.shuffle_vector(args[3], args[3], lanes)
+            place = _address(context, builder, array, args[0], offset, half.type)
+            builder.store(half, place).align = 4
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, types.intp, f32x8), generate
 
 
 @intrinsic
