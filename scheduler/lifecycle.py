@@ -9,6 +9,7 @@ Owns the queues, the rows and what a transition does to blocks. When a transitio
 from __future__ import annotations
 
 from array import array
+from heapq import heappop, heappush
 
 from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
 from octavo.protos.types import FinishReason, Request, Resume
@@ -28,23 +29,34 @@ from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
-from octavo.scheduler.queue import GroupQueue
+from octavo.scheduler.queue import GroupQueue, WaitingQueue
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
+from octavo.scheduler.step_time import StepTimeModel
 
 _RESUMED_FIRST = 2**62
 """Taken from the arrival numbers of requests that have waited elsewhere: more than will ever arrive."""
+
+
+RETRY_FRACTION = 8
+"""A refused client is asked to come back when so much of the queue has been computed."""
+RETRY_SECONDS_MAX = 60.0
 
 
 class Lifecycle:
     """All requests of one worker that have not ended. Events gather in `events` until somebody takes them."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, parking: Parking, stats: SchedulerStats
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        parking: Parking,
+        stats: SchedulerStats,
+        step_time: StepTimeModel,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
-        self.waiting = GroupQueue()
+        self.waiting = WaitingQueue(config.priority_aging_seconds)
         self.running = GroupQueue()
         self.swapped = GroupQueue()
         self.returning: list[SequenceGroup] = []
@@ -62,8 +74,11 @@ class Lifecycle:
         self._kv = kv
         self._parking = parking
         self._stats = stats
+        self._step_time = step_time
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_arrival = 0
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; what has ended is found out when its time comes."""
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -77,18 +92,51 @@ class Lifecycle:
         One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if resume is None and len(self.waiting) >= self._config.max_waiting:
-            raise OverloadedError(
-                f"{len(self.waiting)} requests wait; the limit is {self._config.max_waiting}"
-            )
+        if resume is None:
+            self._check_room(request)
         arrival = self._next_arrival - (_RESUMED_FIRST if resume is not None else 0)
-        group = SequenceGroup(request, arrival_number=arrival, arrived_at=now, max_tokens=max_tokens)
+        age = resume.metrics.total_seconds if resume is not None else 0.0
+        group = SequenceGroup(
+            request,
+            arrival_number=arrival,
+            arrived_at=now - age,
+            max_tokens=max_tokens,
+            priority_aging_seconds=self._config.priority_aging_seconds,
+        )
         if resume is not None:
             group.go_on_from(resume, now)
+        if request.timeout_seconds is not None:
+            heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
         return Queued(request.request_id, now, len(self.waiting))
+
+    def _check_room(self, request: Request) -> None:
+        """Raise `OverloadedError` where the queue is full, with the seconds after which its first part has moved on."""
+        waiting, config = self.waiting, self._config
+        tokens = waiting.num_prompt_tokens + request.num_prompt_tokens
+        if len(waiting) >= config.max_waiting:
+            what = f"{len(waiting)} requests wait; the limit is {config.max_waiting}"
+        elif len(waiting) and tokens > config.max_waiting_tokens:
+            what = (
+                f"{waiting.num_prompt_tokens} prompt tokens wait and this request has {request.num_prompt_tokens}; "
+                f"the limit is {config.max_waiting_tokens}"
+            )
+        else:
+            return
+        chunk = config.max_num_batched_tokens
+        seconds = self._step_time.prefill_seconds(tokens, chunk_tokens=chunk) / RETRY_FRACTION
+        raise OverloadedError(what, retry_after_seconds=min(RETRY_SECONDS_MAX, max(1.0, seconds)))
+
+    def expired(self, now: float) -> list[SequenceGroup]:
+        """Unfinished requests that nobody waits for any more; each is told once."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = self.groups.get(heappop(self._deadlines)[1])
+            if group is not None:
+                late.append(group)
+        return late
 
     def start(
         self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
@@ -201,7 +249,12 @@ class Lifecycle:
         self.moving = []
 
     def finish_beams(
-        self, group: SequenceGroup, reason: FinishReason | None, now: float, error: str | None = None
+        self,
+        group: SequenceGroup,
+        reason: FinishReason | None,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
     ) -> None:
         """The search is over: its best hypotheses are the answer. With a `reason` it ends without one."""
         assert group.beams is not None
@@ -231,6 +284,7 @@ class Lifecycle:
                     request_finished=last,
                     num_output_tokens=len(hypothesis.token_ids) if hypothesis else 0,
                     error=error,
+                    error_name=error_name,
                     metrics=metrics if last else None,
                     score=hypothesis.score if hypothesis else None,
                 )
@@ -290,7 +344,14 @@ class Lifecycle:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
+    def finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
+    ) -> None:
         """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
         group = seq.group
         assert seq.finish_reason is None
@@ -309,6 +370,7 @@ class Lifecycle:
                 request_finished=done,
                 num_output_tokens=seq.num_output_tokens,
                 error=error,
+                error_name=error_name,
                 metrics=group.metrics(now) if done else None,
             )
         )
@@ -324,7 +386,7 @@ class Lifecycle:
 
     def _close(self, group: SequenceGroup, reason: FinishReason) -> None:
         """The group has no branch left."""
-        queues = {
+        queues: dict[GroupState, GroupQueue | WaitingQueue] = {
             GroupState.RUNNING: self.running,
             GroupState.WAITING: self.waiting,
             GroupState.SWAPPED: self.swapped,

@@ -15,6 +15,7 @@ from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.parking import Parking
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import choose_victim
+from octavo.scheduler.queue import OUTPUT_WEIGHT
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.step_time import StepTimeModel
 
@@ -41,6 +42,7 @@ class Planner:
     def fill(self, plan: PlanBuilder, step_id: int, now: float, *, under_way: bool) -> None:
         """Decide everything that step `step_id` does. `under_way`: results of earlier steps are still to come."""
         self._step_id, self._now = step_id, now
+        self._life.waiting.now = now
         self._kv.begin_plan(plan)
         self._life.place_beams(plan)
         self._publish(plan)
@@ -64,6 +66,9 @@ class Planner:
             self._admit(plan, budget)
         if not plan.rows and not under_way and self._life.running.head is not None:
             self._break_deadlock(plan, budget)
+        if self._life.waiting.is_shared:
+            for seq in plan.samples:
+                self._life.waiting.charge(seq.group.request.tenant, OUTPUT_WEIGHT)
         self._kv.finish_plan(plan)
 
     def _publish(self, plan: PlanBuilder) -> None:
@@ -133,6 +138,7 @@ class Planner:
         )
         plan.schedule(seq, num_tokens)
         budget.take(num_tokens)
+        self._life.waiting.charge(group.request.tenant, num_tokens)
         self._life.to_publish.append(seq)
         if not group.forked and seq.num_pending:
             self._life.fork(seq, plan, self._now)

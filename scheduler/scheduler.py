@@ -61,7 +61,7 @@ class Scheduler:
         )
         self.stats = SchedulerStats()
         self._parking = Parking(config, self.kv, self.step_time)
-        self._life = Lifecycle(config, self.kv, self._parking, self.stats)
+        self._life = Lifecycle(config, self.kv, self._parking, self.stats, self.step_time)
         self._planner = Planner(config, self.kv, self._life, self._parking, self.step_time)
         self._in_flight: deque[PlanRecord] = deque()
         self._next_step_id = 1
@@ -98,14 +98,32 @@ class Scheduler:
         ended = [seq for seq in group.live if seq.branch == branch or not group.forked]
         return self._end(ended, FinishReason.STOP, now)
 
-    def _end(self, sequences: list[Sequence], reason: FinishReason, now: float) -> list[Event]:
+    def expire(self, now: float) -> list[Event]:
+        """End requests whose `timeout_seconds` have passed: nobody waits for them. Call it before `plan`."""
+        events: list[Event] = []
+        for group in self._life.expired(now):
+            message = (
+                f"the request did not finish within its timeout of {group.request.timeout_seconds:g} s "
+                f"(state {group.state.value}, {sum(seq.num_output_tokens for seq in group.live)} tokens made)"
+            )
+            events += self._end(list(group.live), FinishReason.ERROR, now, message, "DeadlineExceededError")
+        return events
+
+    def _end(
+        self,
+        sequences: list[Sequence],
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
+    ) -> list[Event]:
         """End branches between two commits; what the plans have caused so far waits for the next commit."""
         kept = self._life.take_events()
         if sequences and sequences[0].group.beams is not None:
-            self._life.finish_beams(sequences[0].group, reason, now)
+            self._life.finish_beams(sequences[0].group, reason, now, error, error_name)
         else:
             for seq in sequences:
-                self._life.finish(seq, reason, now)
+                self._life.finish(seq, reason, now, error, error_name)
         events, self._life.events = self._life.take_events(), kept
         return events
 

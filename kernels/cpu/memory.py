@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, types  # type: ignore[attr-defined]
 
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import cgutils, intrinsic
