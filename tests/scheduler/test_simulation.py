@@ -78,6 +78,7 @@ def simulate(seed: int) -> Harness:
         for _ in range(3)
     ]
     left = rng.randint(2, 12)
+    losses_left = 8
     while left or h.scheduler.has_work:
         action = rng.random()
         if left and action < arrival_rate:
@@ -115,7 +116,9 @@ def simulate(seed: int) -> Harness:
             h.abort(rng.choice(sorted(h.requests)))
         elif h.requests and rng.random() < stop_rate:
             h.stop(rng.choice(sorted(h.requests)), rng.randrange(4))
-        elif rng.random() < loss_rate:
+        elif losses_left and rng.random() < loss_rate:
+            # A search begins anew each time, so that without an end of losses it might never come to its own.
+            losses_left -= 1
             h.lose_worker()
         elif rng.random() < 0.5:
             h.plan()
