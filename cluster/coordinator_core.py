@@ -28,7 +28,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import ModelInfo, OutputDelta, Request, WorkerInfo
-from octavo.scheduler.router import Router
+from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
 
@@ -51,6 +51,8 @@ class CoordinatorConfig:
     lease_seconds: float | None = None
     """How long a worker may be silent; None: by its device."""
     seed: int = 0
+    router_policy: str = "predicted_ttft"
+    """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
     def __post_init__(self) -> None:
         if not self.worker_ids or len(set(self.worker_ids)) != len(self.worker_ids):
@@ -60,6 +62,7 @@ class CoordinatorConfig:
                 f"unfinished_requests_max must be at least 1, got {self.unfinished_requests_max}",
                 param="unfinished_requests_max",
             )
+        check_policy(self.router_policy)
 
 
 class IngressSink(Protocol):
@@ -107,7 +110,7 @@ class CoordinatorCore:
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: _Slot() for worker_id in config.worker_ids}
         self._open: dict[str, _Open] = {}
-        self._router = Router(config.seed)
+        self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()

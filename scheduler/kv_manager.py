@@ -72,6 +72,11 @@ class KVManager:
     def num_free(self) -> int:
         return self.pool.num_free
 
+    @property
+    def loads_from_host(self) -> bool:
+        """Whether a prefix in host blocks would be loaded now, and not computed again."""
+        return self._loading_pays()
+
     def caches(self, request: Request) -> bool:
         return self.prefix_cache and request.use_prefix_cache
 

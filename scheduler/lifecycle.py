@@ -28,10 +28,13 @@ from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
-from octavo.scheduler.queue import GroupQueue
+from octavo.scheduler.queue import GroupQueue, ParkedQueue, tokens_to_compute
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
+
+MEAN_WEIGHT = 0.05
+"""Of one branch that ended in `mean_output_tokens`."""
 
 
 class Lifecycle:
@@ -41,9 +44,9 @@ class Lifecycle:
         self, config: SchedulerConfig, kv: KVManager, parking: Parking, stats: SchedulerStats
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
-        self.waiting = GroupQueue()
+        self.waiting = ParkedQueue()
         self.running = GroupQueue()
-        self.swapped = GroupQueue()
+        self.swapped = ParkedQueue()
         self.returning: list[SequenceGroup] = []
         """Running groups of which some branches have not come back yet."""
         self.moving: list[SequenceGroup] = []
@@ -55,6 +58,8 @@ class Lifecycle:
         """To be told to the worker with the next plan."""
         self.reserve = GrowthReserve(config.block_size, config.max_model_len)
         self.events: list[Event] = []
+        self.mean_output_tokens = float(config.block_size)
+        """Of branches that ended, the latest count most."""
         self._config = config
         self._kv = kv
         self._parking = parking
@@ -62,13 +67,18 @@ class Lifecycle:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_arrival = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in use: branches that run."""
+        return self._config.max_num_seqs - len(self._free_rows)
+
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, max_tokens: int, now: float) -> Event:
+    def enqueue(self, request: Request, max_tokens: int, cached_tokens: int, now: float) -> Event:
         """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -79,10 +89,11 @@ class Lifecycle:
         group = SequenceGroup(
             request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
         )
+        group.found_tokens = cached_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
-        return Queued(request.request_id, now, len(self.waiting))
+        return Queued(request.request_id, now, len(self.waiting), cached_tokens)
 
     def start(
         self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
@@ -173,6 +184,7 @@ class Lifecycle:
             seq.num_total_tokens += 1
             seq.num_planned_outputs += 1
         self.moving.append(group)
+        self.recount(group)
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.group, parent.branch)
@@ -291,7 +303,10 @@ class Lifecycle:
         seq.finish_reason = reason
         self._drop(seq, publish=error is None)
         group.live.remove(seq)
+        self.mean_output_tokens += MEAN_WEIGHT * (seq.num_output_tokens - self.mean_output_tokens)
         done = not group.live
+        if not done:
+            self.recount(group)
         if done:
             self._close(group, reason)
         self.events.append(
@@ -329,6 +344,13 @@ class Lifecycle:
         self.reserve.on_finish()
         self._stats.on_finish(reason)
 
+    def recount(self, group: SequenceGroup) -> None:
+        """A branch of `group`, which may be parked, came or went, or has a token more or less."""
+        if group.state is GroupState.WAITING:
+            self.waiting.recount(group)
+        elif group.state is GroupState.SWAPPED:
+            self.swapped.recount(group)
+
     def drop_blocks(self, seq: Sequence) -> None:
         self._kv.release(seq)
         seq.num_computed_tokens = 0
@@ -351,6 +373,11 @@ class Lifecycle:
             raise IntegrityError("a row is lost or used twice")
         if len(self.waiting) + len(self.running) + len(self.swapped) != len(self.groups):
             raise IntegrityError("a request is in no queue or in two")
+        for parked in (self.waiting, self.swapped):
+            if parked.num_tokens != sum(map(tokens_to_compute, parked)):
+                raise IntegrityError("the tokens of those who wait are miscounted")
+            if parked.num_branches != sum(group.num_branches for group in parked):
+                raise IntegrityError("the branches of those who wait are miscounted")
         for state, queue in ((GroupState.WAITING, self.waiting), (GroupState.SWAPPED, self.swapped)):
             for group in queue:
                 if group.state is not state or any(
