@@ -73,9 +73,9 @@ class WorkerPrefixes:
         """`num_blocks` blocks holding `tokens` are about to stand behind the present end of the run `node`."""
         self._index.enter(self.worker, node, tokens, num_blocks)
 
-    def left(self, node: TreeNode) -> None:
-        """The last block of the run `node`, which nothing continues, is about to go."""
-        self._index.leave(self.worker, node)
+    def left(self, node: TreeNode, num_blocks: int) -> None:
+        """The last blocks of the run `node`, which nothing continues, are about to go."""
+        self._index.leave(self.worker, node, num_blocks)
 
     def moved(self, node: TreeNode, place: int, *, to_host: bool) -> None:
         """The block at `place` of the run `node` changed its tier."""
@@ -170,34 +170,48 @@ class PrefixIndex:
         if self.num_bytes > self.bytes_max:
             self._limit_bytes()
 
-    def leave(self, worker: int, node: TreeNode) -> None:
-        place = node.start + len(node.blocks) - 1
+    def leave(self, worker: int, node: TreeNode, num_blocks: int) -> None:
+        end = node.start + len(node.blocks)
+        goal = end - num_blocks
         at: IndexNode | None = node.indexed
-        while at is not None and at.start > place:
-            at = at.parent
-        assert at is not None, "a block leaves that never entered"
-        node.indexed = at
-        held = at.held
-        count = held.get(worker, 0)
-        if at.forgotten and at.start + count - 1 != place:
+        while end > goal:
+            while at is not None and at.start >= end:
+                at = at.parent
+            assert at is not None, "a block leaves that never entered"
+            node.indexed = at
+            going = min(end - goal, end - at.start)
+            self._let_go(at, worker, end, going)
+            end -= going
+
+    def _let_go(self, node: IndexNode, worker: int, end: int, num_blocks: int) -> None:
+        """`worker` holds `num_blocks` less of the run `node`, up to depth `end` so far."""
+        held, count = node.held, node.held.get(worker, 0)
+        if node.start + count != end:
+            assert node.forgotten, "a block leaves that is not the last of its path"
+            # Of a forgotten run no more is known than what the worker held of it then.
+            count = min(count, end - num_blocks - node.start)
+            if count > 0:
+                held[worker] = count
+            else:
+                held.pop(worker, None)
             return
-        assert at.start + count - 1 == place, "a block leaves that is not the last of its path"
-        if worker in at.host:
-            self._count_host(at, worker, -1)
-        if count > 1:
-            held[worker] = count - 1
-            if len(held) == 1 and not at.forgotten and not at.children:
+        if worker in node.host:
+            self._count_host(node, worker, -min(num_blocks, node.host[worker]))
+        count -= num_blocks
+        if count:
+            held[worker] = count
+            if len(held) == 1 and not node.forgotten and not node.children:
                 # Nobody else holds any of it, so what was behind is of no use.
-                size = (count - 1) * self._width
-                self.num_bytes -= len(at.tokens) - size
-                del at.tokens[size:]
-                at.num_blocks = count - 1
+                size = count * self._width
+                self.num_bytes -= len(node.tokens) - size
+                del node.tokens[size:]
+                node.num_blocks = count
             return
         del held[worker]
-        if not at.forgotten:
+        if not node.forgotten:
             self.num_bytes -= HOLDER_BYTES
             if not held:
-                self._prune(at)
+                self._prune(node)
 
     def move(self, worker: int, node: TreeNode, place: int, *, to_host: bool) -> None:
         """The block at depth `place` of the path through `node` changed its tier."""

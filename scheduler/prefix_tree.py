@@ -61,7 +61,7 @@ class Listener(Protocol):
 
     def entered(self, node: TreeNode, tokens: bytes, num_blocks: int) -> None: ...
 
-    def left(self, node: TreeNode) -> None: ...
+    def left(self, node: TreeNode, num_blocks: int) -> None: ...
 
     def moved(self, node: TreeNode, place: int, *, to_host: bool) -> None: ...
 
@@ -213,17 +213,33 @@ class PrefixTree:
 
     def evict(self, block: int) -> None:
         """Forget a block: the last of a run that nothing continues, which the pool's order guarantees."""
-        node = self._node_of[block]
-        assert node is not None, f"block {block} is not in the tree"
-        last = not node.children and node.blocks[-1] == block
-        assert last, f"block {block} is evicted before what follows it"
+        self.evict_many([block])
+
+    def evict_many(self, blocks: list[int]) -> None:
+        """As `evict` for each, in order: those that stand one before the other in one run go together."""
+        done = 0
+        while done < len(blocks):
+            node = self._node_of[blocks[done]]
+            assert node is not None, f"block {blocks[done]} is not in the tree"
+            run = node.blocks
+            count, most = 0, min(len(run), len(blocks) - done)
+            while count < most and run[-1 - count] == blocks[done + count]:
+                count += 1
+            last = not node.children and count
+            assert last, f"block {blocks[done]} is evicted before what follows it"
+            self._cut(node, count)
+            done += count
+
+    def _cut(self, node: TreeNode, count: int) -> None:
+        """Forget the last `count` blocks of a run that nothing continues."""
         if self.listener is not None:
-            self.listener.left(node)
-        self._node_of[block] = None
-        self.num_blocks -= 1
+            self.listener.left(node, count)
+        for block in node.blocks[-count:]:
+            self._node_of[block] = None
+        self.num_blocks -= count
         key = bytes(node.tokens[: self._width])
-        node.blocks.pop()
-        del node.tokens[-self._width :]
+        del node.blocks[-count:]
+        del node.tokens[-count * self._width :]
         while not node.blocks and not node.children:
             parent = node.parent
             if parent is None:

@@ -47,6 +47,7 @@ from octavo.scheduler.preemption import choose_victim
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step_time import StepTimeModel
+from octavo.scheduler.stretch import Stretch, find_stretch
 
 
 class Scheduler:
@@ -339,6 +340,15 @@ class Scheduler:
                 seq for group in self._life.running for seq in group.live
             ),
         )
+
+    def stretch(self) -> Stretch | None:
+        """Steps ahead in which there is nothing to decide, for a simulator (`stretch.py`)."""
+        return find_stretch(self.config, self._life, self.kv, self._in_flight, self.stats)
+
+    def skip(self, stretch: Stretch, num_steps: int, token: int) -> None:
+        """Be where `num_steps` commits, each followed by a plan, would have led."""
+        self._next_step_id = stretch.advance(num_steps, token) + 1
+        self._tell_load()
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on any broken invariant (rule R2). Call it between steps, at any time."""
