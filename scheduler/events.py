@@ -28,6 +28,8 @@ class Queued(Event):
     """Accepted; waits for its first admission."""
 
     queue_length: int
+    cached_tokens: int = 0
+    """Of its prompt, when it came: an admission in the next plan finds as many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
-from octavo.scheduler.queue import GroupQueue, WaitingQueue
+from octavo.scheduler.queue import GroupQueue, ParkedQueue, WaitingQueue, tokens_to_compute
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
@@ -42,6 +42,9 @@ _RESUMED_FIRST = 2**62
 RETRY_FRACTION = 8
 """A refused client is asked to come back when so much of the queue has been computed."""
 RETRY_SECONDS_MAX = 60.0
+
+MEAN_WEIGHT = 0.05
+"""Of one branch that ended in `mean_output_tokens`."""
 
 
 class Lifecycle:
@@ -58,7 +61,7 @@ class Lifecycle:
         self.groups: dict[str, SequenceGroup] = {}
         self.waiting = WaitingQueue(config.priority_aging_seconds)
         self.running = GroupQueue()
-        self.swapped = GroupQueue()
+        self.swapped = ParkedQueue()
         self.returning: list[SequenceGroup] = []
         """Running groups of which some branches have not come back yet."""
         self.moving: list[SequenceGroup] = []
@@ -70,6 +73,8 @@ class Lifecycle:
         """To be told to the worker with the next plan."""
         self.reserve = GrowthReserve(config.block_size, config.max_model_len)
         self.events: list[Event] = []
+        self.mean_output_tokens = float(config.block_size)
+        """Of branches that ended, the latest count most."""
         self._config = config
         self._kv = kv
         self._parking = parking
@@ -80,13 +85,25 @@ class Lifecycle:
         self._deadlines: list[tuple[float, str]] = []
         """A heap; what has ended is found out when its time comes."""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows in use: branches that run."""
+        return self._config.max_num_seqs - len(self._free_rows)
+
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, max_tokens: int, now: float, resume: Resume | None = None) -> Event:
+    def enqueue(
+        self,
+        request: Request,
+        max_tokens: int,
+        cached_tokens: int,
+        now: float,
+        resume: Resume | None = None,
+    ) -> Event:
         """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
 
         One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
@@ -107,10 +124,11 @@ class Lifecycle:
             group.go_on_from(resume, now)
         if request.timeout_seconds is not None:
             heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
+        group.found_tokens = cached_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
-        return Queued(request.request_id, now, len(self.waiting))
+        return Queued(request.request_id, now, len(self.waiting), cached_tokens)
 
     def _check_room(self, request: Request) -> None:
         """Raise `OverloadedError` where the queue is full, with the seconds after which its first part has moved on."""
@@ -227,6 +245,7 @@ class Lifecycle:
             seq.num_total_tokens += 1
             seq.num_planned_outputs += 1
         self.moving.append(group)
+        self.recount(group)
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.group, parent.branch)
@@ -358,7 +377,10 @@ class Lifecycle:
         seq.finish_reason = reason
         self._drop(seq, publish=error is None)
         group.live.remove(seq)
+        self.mean_output_tokens += MEAN_WEIGHT * (seq.num_output_tokens - self.mean_output_tokens)
         done = not group.live
+        if not done:
+            self.recount(group)
         if done:
             self._close(group, reason)
         self.events.append(
@@ -397,6 +419,13 @@ class Lifecycle:
         self.reserve.on_finish()
         self._stats.on_finish(reason)
 
+    def recount(self, group: SequenceGroup) -> None:
+        """A branch of `group`, which may be parked, came or went, or has a token more or less."""
+        if group.state is GroupState.WAITING:
+            self.waiting.recount(group)
+        elif group.state is GroupState.SWAPPED:
+            self.swapped.recount(group)
+
     def drop_blocks(self, seq: Sequence) -> None:
         self._kv.release(seq)
         seq.num_computed_tokens = 0
@@ -426,6 +455,11 @@ class Lifecycle:
             raise IntegrityError("a row is lost or used twice")
         if len(self.waiting) + len(self.running) + len(self.swapped) != len(self.groups):
             raise IntegrityError("a request is in no queue or in two")
+        for parked in (self.waiting, self.swapped):
+            if parked.num_tokens != sum(map(tokens_to_compute, parked)):
+                raise IntegrityError("the tokens of those who wait are miscounted")
+            if parked.num_branches != sum(group.num_branches for group in parked):
+                raise IntegrityError("the branches of those who wait are miscounted")
         for state, queue in ((GroupState.WAITING, self.waiting), (GroupState.SWAPPED, self.swapped)):
             for group in queue:
                 if group.state is not state or any(

@@ -21,7 +21,7 @@ from octavo.scheduler.step_time import StepTimeModel
 
 
 class Planner:
-    """Makes plans one after the other. Keeps nothing between them."""
+    """Makes plans one after the other. Keeps nothing between them that a decision rests on."""
 
     def __init__(
         self,
@@ -38,10 +38,13 @@ class Planner:
         self._step_time = step_time
         self._step_id = 0
         self._now = 0.0
+        self.prefill_left = 0
+        """Tokens of started prefills that the latest plan has left."""
 
     def fill(self, plan: PlanBuilder, step_id: int, now: float, *, under_way: bool) -> None:
         """Decide everything that step `step_id` does. `under_way`: results of earlier steps are still to come."""
         self._step_id, self._now = step_id, now
+        self.prefill_left = 0
         self._life.waiting.now = now
         self._kv.begin_plan(plan)
         self._life.place_beams(plan)
@@ -121,7 +124,9 @@ class Planner:
 
     def _plan_chunk(self, seq: Sequence, plan: PlanBuilder, budget: TokenBudget) -> None:
         """Run as much of `seq` as budget and free blocks allow; at the prompt's end all branches come to be."""
-        num_tokens = min(seq.num_uncomputed_tokens, budget.left, self._kv.max_growth(seq, self._kv.num_free))
+        need = seq.num_uncomputed_tokens
+        num_tokens = min(need, budget.left, self._kv.max_growth(seq, self._kv.num_free))
+        self.prefill_left += need - max(0, num_tokens)
         if num_tokens <= 0:
             return
         group = seq.group
@@ -243,6 +248,7 @@ class Planner:
         while not plan.rows:
             self._preempt(plan)
             _, prefills = self._runnable()
+            self.prefill_left = 0
             self._plan_returning(plan, budget)
             self._plan_prefills(prefills, plan, budget)
 

@@ -43,7 +43,56 @@ class GroupQueue:
         del self._groups[at]
 
 
-class WaitingQueue:
+def tokens_to_compute(group: SequenceGroup) -> int:
+    """Prefill tokens of a group that waits, less those of its prompt that were cached when it came."""
+    counts = [seq.num_uncomputed_tokens for seq in group.live]
+    return max(0, sum(count for count in counts if count > 1) - group.found_tokens)
+
+
+class Totals:
+    """What a queue's groups add up to, kept as they come and go: the router asks for it at every request."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """To be computed before all of these run their next token; single ones are decodes and do not count."""
+        self.num_branches = 0
+        self._counted: dict[int, tuple[int, int]] = {}
+        """Arrival number -> what of the totals is this group's."""
+
+    def recount(self, group: SequenceGroup) -> None:
+        """A branch of a group that is in this queue came or went."""
+        self._forget(group)
+        self._count(group)
+
+    def _count(self, group: SequenceGroup) -> None:
+        tokens = tokens_to_compute(group)
+        self._counted[group.arrival_number] = tokens, group.num_branches
+        self.num_tokens += tokens
+        self.num_branches += group.num_branches
+
+    def _forget(self, group: SequenceGroup) -> None:
+        tokens, branches = self._counted.pop(group.arrival_number)
+        self.num_tokens -= tokens
+        self.num_branches -= branches
+
+
+class ParkedQueue(GroupQueue, Totals):
+    """Groups that are swapped, with running totals."""
+
+    def __init__(self) -> None:
+        GroupQueue.__init__(self)
+        Totals.__init__(self)
+
+    def add(self, group: SequenceGroup) -> None:
+        super().add(group)
+        self._count(group)
+
+    def remove(self, group: SequenceGroup) -> None:
+        super().remove(group)
+        self._forget(group)
+
+
+class WaitingQueue(Totals):
     """Those that wait. Within a tenant by `order`; among tenants the one that has been served least goes first.
 
     Served tokens are counted as in Virtual Token Counter (Sheng et al., OSDI'24, arXiv:2401.00588, section 4): prompt
@@ -53,6 +102,7 @@ class WaitingQueue:
     """
 
     def __init__(self, priority_aging_seconds: float) -> None:
+        super().__init__()
         self.now = 0.0
         """Of the plan under construction: how long others have waited."""
         self._aging_seconds = priority_aging_seconds
@@ -120,6 +170,7 @@ class WaitingQueue:
                     self._served[tenant] = max(least, self._served.get(tenant, 0.0))
             self._queues[tenant].add(group)
         self._size += 1
+        self._count(group)
         self.num_prompt_tokens += group.request.num_prompt_tokens
 
     def remove(self, group: SequenceGroup) -> None:
@@ -131,4 +182,5 @@ class WaitingQueue:
             if not len(self._queues[tenant]):
                 del self._queues[tenant]
         self._size -= 1
+        self._forget(group)
         self.num_prompt_tokens -= group.request.num_prompt_tokens

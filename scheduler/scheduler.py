@@ -38,12 +38,14 @@ from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event, TokensOut
 from octavo.scheduler.kv_manager import KVManager
 from octavo.scheduler.lifecycle import Lifecycle
+from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.parking import Parking, loading_pays
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.sequence import Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step_time import StepTimeModel
+from octavo.scheduler.stretch import Stretch, find_stretch
 
 
 class Scheduler:
@@ -65,6 +67,7 @@ class Scheduler:
         self._planner = Planner(config, self.kv, self._life, self._parking, self.step_time)
         self._in_flight: deque[PlanRecord] = deque()
         self._next_step_id = 1
+        self._load: Loads | None = None
 
     # --- requests come and go ------------------------------------------------------------------------------
 
@@ -77,7 +80,9 @@ class Scheduler:
         max_tokens = resolve_max_tokens(request, self.config)
         if resume is not None:
             check_resume(request, resume, max_tokens)
-        return [self._life.enqueue(request, max_tokens, now, resume)]
+        queued = self._life.enqueue(request, max_tokens, self.cached_tokens_of(request), now, resume)
+        self._tell_load()
+        return [queued]
 
     def abort(self, request_id: str, now: float, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """End a request at whatever stage it is, at once. Unknown ids (ended already) are ignored.
@@ -125,6 +130,7 @@ class Scheduler:
             for seq in sequences:
                 self._life.finish(seq, reason, now, error, error_name)
         events, self._life.events = self._life.take_events(), kept
+        self._tell_load()
         return events
 
     # --- one step ------------------------------------------------------------------------------------------
@@ -136,12 +142,14 @@ class Scheduler:
         plan = PlanBuilder(self._life.released_rows)
         self._planner.fill(plan, self._next_step_id, now, under_way=bool(self._in_flight))
         if plan.empty:
+            self._tell_load()
             return None
         step, record = plan.build(self._next_step_id, self.config.epoch)
         self._next_step_id += 1
         self._life.released_rows = []
         self._in_flight.append(record)
         self.stats.on_plan(record, self.kv, self._life.running)
+        self._tell_load()
         return step
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
@@ -182,6 +190,7 @@ class Scheduler:
                 # Not a token: the likeliest ones. The search goes on when all beams have theirs.
                 seq.num_total_tokens -= 1
                 seq.num_planned_outputs -= 1
+                self._life.recount(group)
                 seq.candidates = logprobs[index]
                 if all(beam.candidates is not None for beam in group.live):
                     beams_done.append(group)
@@ -211,6 +220,7 @@ class Scheduler:
                 context_tokens=record.context_tokens,
                 seconds=compute_seconds,
             )
+        self._tell_load()
         return self._life.take_events()
 
     # --- what the drivers and the router may ask -----------------------------------------------------------
@@ -226,6 +236,10 @@ class Scheduler:
     def unfinished(self) -> list[str]:
         """Ids of all requests that have not ended, in order of arrival."""
         return list(self._life.groups)
+
+    def runs(self, request_id: str) -> bool:
+        """Whether this request is here and has not ended."""
+        return request_id in self._life.groups
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""
@@ -260,22 +274,51 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prefill tokens that stand before a request arriving now."""
-        return sum(
-            seq.num_uncomputed_tokens
-            for queue in (self._life.running, self._life.swapped, self._life.waiting)
-            for group in queue
-            for seq in group.live
-            if seq.num_uncomputed_tokens > 1
-        )
+        """Prefill tokens that stand before a request arriving now: of the latest plan's started prefills, and of all
+        who wait or are swapped. O(1)."""
+        return self._planner.prefill_left + self._life.waiting.num_tokens + self._life.swapped.num_tokens
 
     @property
     def num_running_seqs(self) -> int:
-        return sum(len(group.live) for group in self._life.running)
+        """Branches with a row."""
+        return self._life.num_rows
 
     @property
     def num_waiting_seqs(self) -> int:
-        return sum(group.num_branches for group in self._life.waiting)
+        return self._life.waiting.num_branches + self._life.swapped.num_branches
+
+    def report_load(self, row: Loads | None) -> None:
+        """Keep `row` ([len(Load)], None: nothing) up to date from now on."""
+        self._load = row
+        if row is not None:
+            config = self.config
+            block_seconds = 0.0
+            if config.num_host_blocks and config.host_link_bytes_per_second > 0:
+                block_seconds = config.kv_bytes_per_block / config.host_link_bytes_per_second
+            row[Load.NUM_BLOCKS :] = (
+                config.num_blocks,
+                config.block_size,
+                config.max_num_batched_tokens,
+                min(config.max_num_seqs, config.max_num_batched_tokens),
+                block_seconds,
+            )
+            self._tell_load()
+
+    def _tell_load(self) -> None:
+        if self._load is None:
+            return
+        life, waiting = self._life, self._life.waiting.num_tokens + self._life.swapped.num_tokens
+        self._load[: Load.NUM_BLOCKS] = (
+            self._planner.prefill_left + waiting,
+            waiting,
+            life.waiting.num_branches + life.swapped.num_branches,
+            life.num_rows,
+            self.kv.pool.num_used,
+            sum([record.num_tokens for record in self._in_flight]),
+            len(self._in_flight),
+            life.mean_output_tokens,
+            *self.step_time.coefficients,
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Counts now and totals so far, by plain names (`Engine.stats`, `/metrics`)."""
@@ -288,6 +331,15 @@ class Scheduler:
                 seq for group in self._life.running for seq in group.live
             ),
         )
+
+    def stretch(self) -> Stretch | None:
+        """Steps ahead in which there is nothing to decide, for a simulator (`stretch.py`)."""
+        return find_stretch(self.config, self._life, self.kv, self._in_flight, self.stats)
+
+    def skip(self, stretch: Stretch, num_steps: int, token: int) -> None:
+        """Be where `num_steps` commits, each followed by a plan, would have led."""
+        self._next_step_id = stretch.advance(num_steps, token) + 1
+        self._tell_load()
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on any broken invariant (rule R2). Call it between steps, at any time."""

@@ -119,6 +119,7 @@ class SequenceGroup:
         "cached_tokens",
         "first_token_at",
         "forked",
+        "found_tokens",
         "line",
         "live",
         "max_tokens",
@@ -161,6 +162,8 @@ class SequenceGroup:
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.cached_tokens = 0
+        self.found_tokens = 0
+        """Of its prompt, cached when it came: what those who wait behind it need not reckon with."""
         self.num_preemptions = 0
         self.parked_at_step = 0
         """The step that it gave way in; it comes back in a later one."""

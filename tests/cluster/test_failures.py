@@ -77,7 +77,7 @@ class TestWorkerLoss:
                 await cluster.kill_worker("worker-0")
                 if kind == "the only one":
                     await until(lambda: cluster.core.health().status is HealthStatus.DEAD)
-                    assert cluster.core.stats()["without_worker"] == len(victims)
+                    await until(lambda: cluster.core.stats()["without_worker"] == len(victims))
                     with pytest.raises(UnavailableError, match="no worker is ready"):
                         await collect(backend, make_request("new"))
                 else:
