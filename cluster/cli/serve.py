@@ -46,6 +46,10 @@ def serve(
             envvar="OCTAVO_API_KEY", show_envvar=True, help="Ask clients for this key; may be repeated."
         ),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Of weights, on a CPU: fp16 or int8. Faster and less exact. Default: none."),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = 16,
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks a worker. Default: from free memory.")
@@ -92,6 +96,7 @@ def serve(
         num_workers=workers,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         host=host,
         port=port,
         ray_address=ray_address,
