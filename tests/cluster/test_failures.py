@@ -77,7 +77,7 @@ class TestWorkerLoss:
                 await cluster.kill_worker("worker-0")
                 if kind == "the only one":
                     await until(lambda: cluster.core.health().status is HealthStatus.DEAD)
-                    assert cluster.core.stats()["without_worker"] == len(victims)
+                    assert 0 < cluster.core.stats()["without_worker"] <= len(victims)
                     with pytest.raises(UnavailableError, match="no worker is ready"):
                         await collect(backend, make_request("new"))
                 else:
@@ -86,7 +86,8 @@ class TestWorkerLoss:
                 await cluster.start_worker("worker-0")
                 outputs = await asyncio.wait_for(asyncio.gather(*tasks), 30)
                 assert outputs == [undisturbed(request) for request in requests]
-                assert cluster.core.stats()["moved"] == len(victims)
+                # Some may have ended before the kill was felt.
+                assert 0 < cluster.core.stats()["moved"] <= len(victims)
                 assert cluster.core.stats()["requests"]["finished"] == 15
                 await cluster.idle()
 
@@ -299,6 +300,30 @@ class TestCoordinatorLoss:
                 outputs = await asyncio.wait_for(asyncio.gather(*tasks), 30)
                 assert outputs == [undisturbed(request) for request in requests]
                 await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                await cluster.idle()
+
+        run(test())
+
+    def test_workers_keep_what_they_have_computed(self):
+        async def test():
+            async with Cluster(2, step_seconds=0.004) as cluster:
+                backend = await cluster.backend()
+                requests = [make_request(f"r{n}", list(range(n, n + 300)), max_tokens=100) for n in range(6)]
+                metrics = []
+
+                async def follow(request):
+                    tokens = []
+                    async for delta in backend.submit(request):
+                        tokens += delta.token_ids
+                    metrics.append(delta.metrics)
+                    return tokens
+
+                tasks = [asyncio.create_task(follow(request)) for request in requests]
+                await until(lambda: cluster.core.stats()["sampled_tokens"] > 120)
+                await lose_coordinator(cluster)
+                await restart_coordinator(cluster)
+                assert await asyncio.gather(*tasks) == [expected(request) for request in requests]
+                assert 0 < sum(entry.recomputed_tokens for entry in metrics) <= 6 * 16
                 await cluster.idle()
 
         run(test())
