@@ -18,7 +18,9 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 CHECK_SECONDS = 0.05
 ANNOUNCE_SECONDS = 0.1
@@ -64,8 +66,8 @@ async def coordinator(folder: Path, num_workers: int, lease_seconds: float | Non
     write_whole(address_file(folder), await server.start())
     while listener.is_serving():
         await asyncio.sleep(CHECK_SECONDS)
-        for link in core._serving():
-            link.scheduler.check_integrity()
+        for scheduler in core._schedulers().values():
+            scheduler.check_integrity()
 
 
 async def worker(folder: Path, worker_id: str) -> None:
@@ -122,6 +124,18 @@ async def ingress(folder: Path, num_requests: int) -> None:
     await asyncio.sleep(3600)
 
 
+async def end_with_parent() -> None:
+    """Nothing outlives the supervisor, however that ended."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.5)
+    os._exit(0)
+
+
+async def run(role: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(role, end_with_parent())
+
+
 def end_with(error: BaseException) -> None:
     traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
@@ -143,7 +157,7 @@ def main() -> None:
         "ingress": lambda: ingress(args.folder, args.requests),
     }
     try:
-        asyncio.run(roles[args.role]())
+        asyncio.run(run(roles[args.role]()))
     except BaseException as error:
         end_with(error)
 
