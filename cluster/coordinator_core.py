@@ -208,8 +208,7 @@ class CoordinatorCore:
     def _place_waiting(self) -> None:
         """Give what waits to the workers that serve, unless more of them are about to join."""
         schedulers = self._schedulers()
-        expected = sum(not slot.retiring for slot in self._slots.values())
-        if not schedulers or not (self._settled or len(schedulers) == expected):
+        if not schedulers or not (self._settled or len(schedulers) == len(self.expected_workers)):
             return
         now = self._clock()
         for entry, expiry in self._waiting.items():
@@ -245,6 +244,11 @@ class CoordinatorCore:
         assert link is not None
         entry.link = link
         link.wake()
+
+    @property
+    def expected_workers(self) -> list[str]:
+        """Those that should be there."""
+        return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
 
     async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
         """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`

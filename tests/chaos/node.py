@@ -84,7 +84,13 @@ async def worker(folder: Path, worker_id: str) -> None:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=BUDGET,
     )
-    executor.info = dataclasses.replace(executor.info, worker_id=worker_id)
+    executor.info = dataclasses.replace(
+        executor.info,
+        worker_id=worker_id,
+        # A real worker measures these at start; without them one that rejoins is compared with what others measured.
+        prefill_tokens_per_second=20_000.0,
+        decode_step_seconds=STEP_SECONDS,
+    )
     execute = executor.execute
 
     def checked(plan):
