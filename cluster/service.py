@@ -257,6 +257,13 @@ class Service:
             logger.warning("the coordinator does not answer: %s", type(error).__name__)
         return time.monotonic() - self._last_alive < RECOVERY_SECONDS_MAX
 
+    def scale(self, num_workers: int) -> None:
+        """Ask for so many workers; `alive` carries it out, `octavo scale` does the same from elsewhere. Raises
+        `ConfigError` for less than one."""
+        import ray
+
+        ray.get(self._coordinator.want.remote(num_workers), timeout=CALL_SECONDS)
+
     def stats(self) -> dict[str, Any]:
         """Of all workers together. After `start`."""
         import ray
