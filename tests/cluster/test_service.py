@@ -33,7 +33,14 @@ def build_fake(config: WorkerConfig) -> support.FakeExecutor:
     from octavo.worker.loader import read_model_info, resolve_model
 
     model = read_model_info(resolve_model(config.model))
-    info = support.worker_info(config.worker_id, model=model, num_blocks=config.num_blocks)
+    info = support.worker_info(
+        config.worker_id,
+        model=model,
+        num_blocks=config.num_blocks,
+        # As measured by a real one at start, so that workers can be compared from the first request on.
+        prefill_tokens_per_second=20_000.0,
+        decode_step_seconds=STEP_SECONDS,
+    )
     return support.FakeExecutor(info, budget=config.max_num_batched_tokens, step_seconds=STEP_SECONDS)
 
 
@@ -303,8 +310,13 @@ class TestRunning:
         wait_for(lambda: workers() == ["worker-0 ready"], 30)
         with pytest.raises(ConfigError):
             system.service.scale(0)
-        system.service.scale(2)
-        wait_for(lambda: workers() == ["worker-0 ready", "worker-1 ready"], 60)
+        command = [sys.executable, "-c", "from octavo.cluster.cli.app import run; run()", "scale", "--json"]
+        options = ["--workers", "2", "--ray-address", ray.get_runtime_context().gcs_address]
+        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+            wait_for(lambda: workers() and asked.poll() is not None, 90)
+            assert asked.returncode == 0, asked.stderr.read()
+            assert json.loads(asked.stdout.read()) == {"workers": 2, "ready": True}
+        assert workers() == ["worker-0 ready", "worker-1 ready"]
         system.service.scale(99)
         coordinator = system.service._coordinator
 
