@@ -130,6 +130,7 @@ class GrpcBackend:
             num_prompt_tokens=response.num_prompt_tokens,
             cache_salt=response.cache_salt,
             adapter=response.adapter,
+            use_prefix_cache=not response.uncached,
         )
 
     def stop_branch(self, request_id: str, branch: int) -> None:

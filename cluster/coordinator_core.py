@@ -31,7 +31,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
-from octavo.scheduler.router import Router
+from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
 
@@ -61,6 +61,8 @@ class CoordinatorConfig:
     worker_wait_seconds: float = 120.0
     """How long accepted requests wait for a worker while there is none: a lost one must load again."""
     seed: int = 0
+    router_policy: str = "predicted_ttft"
+    """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
     def __post_init__(self) -> None:
         if not self.worker_ids or len(set(self.worker_ids)) != len(self.worker_ids):
@@ -75,6 +77,7 @@ class CoordinatorConfig:
                 f"worker_wait_seconds must be above 0, got {self.worker_wait_seconds}",
                 param="worker_wait_seconds",
             )
+        check_policy(self.router_policy)
 
 
 class CoordinatorCore:
@@ -96,7 +99,7 @@ class CoordinatorCore:
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
         self._requests = OpenRequests(clock)
-        self._router = Router(config.seed)
+        self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""

@@ -159,6 +159,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             num_prompt_tokens=found.num_prompt_tokens,
             cache_salt=found.cache_salt,
             adapter=found.adapter,
+            uncached=not found.use_prefix_cache,
         )
 
     async def GetStats(

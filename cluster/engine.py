@@ -74,6 +74,7 @@ class Engine:
         preemption: str = "auto",
         victims: str = "least_lost",
         prefix_cache: bool = True,
+        host_tier: bool = True,
         itl_target: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -115,6 +116,7 @@ class Engine:
             preemption=preemption,
             victims=victims,
             prefix_cache=prefix_cache,
+            host_tier=host_tier,
             itl_target=itl_target,
         )
         scheduler = Scheduler(self._scheduler_config, StepTimeModel.of_worker(self.info))

@@ -27,6 +27,7 @@ class TokensSoFar:
     """P."""
     cache_salt: str = ""
     adapter: str = ""
+    use_prefix_cache: bool = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -39,6 +40,7 @@ class TokensSoFar:
             num_prompt_tokens=parent.num_prompt_tokens,
             cache_salt=parent.cache_salt,
             adapter=parent.adapter,
+            use_prefix_cache=parent.use_prefix_cache,
         )
 
 

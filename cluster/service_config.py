@@ -46,6 +46,7 @@ class ServiceConfig:
     preemption: str = "auto"
     victims: str = "least_lost"
     prefix_cache: bool = True
+    host_tier: bool = True
     itl_target: float | None = None
     seed: int = 0
 
@@ -98,6 +99,7 @@ class ServiceConfig:
             "preemption": self.preemption,
             "victims": self.victims,
             "prefix_cache": self.prefix_cache,
+            "host_tier": self.host_tier,
             "itl_target": self.itl_target,
         }
 

@@ -184,6 +184,7 @@ class WorkerLink:
                 if client.error is not None:
                     self._deliver(deltas_of(events))
                     return client.error
+                events += scheduler.expire(self._clock())
                 self._fill_pipeline(client, scheduler)
                 if events:
                     # After sending: the worker's next step should not wait for our fan-out.

@@ -172,6 +172,8 @@ def _encode_request(request: Request, prompt: bytes) -> common_pb2.Request:
         adapter=request.adapter,
         use_prefix_cache=request.use_prefix_cache,
         fork_of=request.fork_of,
+        timeout_seconds=request.timeout_seconds,
+        tenant=request.tenant,
     )
 
 
@@ -191,6 +193,8 @@ def _decode_request(message: common_pb2.Request, prompt: Int32Array) -> Request:
         adapter=message.adapter,
         use_prefix_cache=message.use_prefix_cache,
         fork_of=message.fork_of,
+        timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
+        tenant=message.tenant,
     )
 
 

@@ -156,18 +156,20 @@ class GetTokensRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ...) -> None: ...
 
 class GetTokensResponse(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "cache_salt", "adapter", "error")
+    __slots__ = ("token_ids", "num_prompt_tokens", "cache_salt", "adapter", "uncached", "error")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     num_prompt_tokens: int
     cache_salt: str
     adapter: str
+    uncached: bool
     error: _common_pb2.ErrorDetail
-    def __init__(self, token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., uncached: _Optional[bool] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

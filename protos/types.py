@@ -298,6 +298,10 @@ class Request:
     cache_salt: str = ""
     adapter: str = ""
     use_prefix_cache: bool = True
+    timeout_seconds: float | None = None
+    """From its arrival; then it is ended with `DeadlineExceededError`, since nobody waits any more. None: no limit."""
+    tenant: str = ""
+    """Who shares fairly with whom. Set by the front door from what it authenticated, never by the client."""
     fork_of: str = ""
     """Id of a request whose tokens the prompt begins with: while that one runs, its blocks are shared as they are."""
 

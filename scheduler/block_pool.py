@@ -43,6 +43,22 @@ class FreeBlockQueue:
         self.remove(block)
         return block
 
+    def pop_many(self, count: int) -> list[int]:
+        """The `count` blocks that have been free the longest, in order."""
+        assert count <= self._size, "pop from an empty free queue"
+        following, before, sentinel = self._next, self._prev, self._sentinel
+        taken = []
+        block = following[sentinel]
+        for _ in range(count):
+            taken.append(block)
+            after = following[block]
+            following[block] = before[block] = -1
+            block = after
+        following[sentinel] = block
+        before[block] = sentinel
+        self._size -= count
+        return taken
+
     def remove(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
         assert before >= 0, f"block {block} is not free"
@@ -70,12 +86,12 @@ class FreeBlockQueue:
 class BlockPool:
     """Reference counts over `num_blocks` blocks. A block is in the free queue or referenced, never both.
 
-    `is_cached(block)` tells that a free block's content can be found again; `on_evict(block)` is called before
-    such a block is given to somebody else.
+    `is_cached(block)` tells that a free block's content can be found again; `on_evict(blocks)` is called before
+    such blocks are given to somebody else.
     """
 
     def __init__(
-        self, num_blocks: int, *, is_cached: Callable[[int], bool], on_evict: Callable[[int], None]
+        self, num_blocks: int, *, is_cached: Callable[[int], bool], on_evict: Callable[[list[int]], None]
     ) -> None:
         self.num_blocks = num_blocks
         self.num_cached_free = 0
@@ -102,12 +118,18 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block with one reference. The caller has checked `num_free`."""
-        block = self._free.pop()
-        if self._is_cached(block):
-            self.num_cached_free -= 1
-            self._on_evict(block)
-        self._ref_counts[block] = 1
-        return block
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, count: int) -> list[int]:
+        """As so many times `allocate`."""
+        blocks = self._free.pop_many(count)
+        cached = [*filter(self._is_cached, blocks)]
+        if cached:
+            self.num_cached_free -= len(cached)
+            self._on_evict(cached)
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
 
     def acquire(self, block: int) -> None:
         """One more reference; revives a cached free block."""

@@ -28,6 +28,8 @@ class Queued(Event):
     """Accepted; waits for its first admission."""
 
     queue_length: int
+    cached_tokens: int = 0
+    """Of its prompt, when it came: an admission in the next plan finds as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Finished(Event):
     request_finished: bool
     num_output_tokens: int
     error: str | None = None
+    error_name: str | None = None
+    """Class of `errors.py`; None: `RequestFailedError`."""
     metrics: RequestMetrics | None = None
     """With `request_finished`."""
     score: float | None = None

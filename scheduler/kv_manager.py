@@ -60,7 +60,7 @@ class KVManager:
         self.host = BlockPool(
             num_host_blocks,
             is_cached=lambda block: num_blocks + block in self.tree,
-            on_evict=lambda block: self.tree.evict(num_blocks + block),
+            on_evict=lambda blocks: self.tree.evict_many([num_blocks + block for block in blocks]),
         )
         """Host blocks: of parked requests, referenced; of prefixes, free and cached, so that they give way."""
         self._loading_pays = loading_pays
@@ -71,6 +71,11 @@ class KVManager:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def loads_from_host(self) -> bool:
+        """Whether a prefix in host blocks would be loaded now, and not computed again."""
+        return self._loading_pays()
 
     def caches(self, request: Request) -> bool:
         return self.prefix_cache and request.use_prefix_cache
@@ -178,8 +183,16 @@ class KVManager:
         plan.swap_in(host_block, block)
         return block
 
-    def _leave_device(self, block: int) -> None:
-        """A cached block is given to somebody else: what it holds moves to the host where that has room, or is lost.
+    def _leave_device(self, blocks: list[int]) -> None:
+        """Cached blocks go to somebody else: what they hold moves to the host where that has room, or is lost."""
+        if not self.host.num_blocks:
+            self.tree.evict_many(blocks)
+            return
+        for block in blocks:
+            self._leave_for_host(block)
+
+    def _leave_for_host(self, block: int) -> None:
+        """One cached block.
 
         Those who follow it in the tree have left the device before. Room is made by what was used least recently there,
         and that is always a leaf.
@@ -275,10 +288,11 @@ class KVManager:
                 plan.update_block(row, index, table[index])
                 plan.copy_block(shared, table[index])
             seq.tail_shared = False
-        for index in range(len(table), blocks_for(seq.num_computed_tokens + num_tokens, self.block_size)):
-            block = self.pool.allocate()
-            table.append(block)
-            plan.update_block(row, index, block)
+        have = len(table)
+        missing = blocks_for(seq.num_computed_tokens + num_tokens, self.block_size) - have
+        if missing > 0:
+            table += self.pool.allocate_many(missing)
+            plan.append_blocks(row, have, table)
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Enter the full blocks of the first `num_tokens` tokens, known and planned, into the tree.

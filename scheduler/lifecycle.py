@@ -9,6 +9,7 @@ Owns the queues, the rows and what a transition does to blocks. When a transitio
 from __future__ import annotations
 
 from array import array
+from heapq import heappop, heappush
 
 from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
 from octavo.protos.types import FinishReason, Request, Resume
@@ -28,25 +29,39 @@ from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
-from octavo.scheduler.queue import GroupQueue
+from octavo.scheduler.queue import GroupQueue, ParkedQueue, WaitingQueue, tokens_to_compute
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
+from octavo.scheduler.step_time import StepTimeModel
 
 _RESUMED_FIRST = 2**62
 """Taken from the arrival numbers of requests that have waited elsewhere: more than will ever arrive."""
+
+
+RETRY_FRACTION = 8
+"""A refused client is asked to come back when so much of the queue has been computed."""
+RETRY_SECONDS_MAX = 60.0
+
+MEAN_WEIGHT = 0.05
+"""Of one branch that ended in `mean_output_tokens`."""
 
 
 class Lifecycle:
     """All requests of one worker that have not ended. Events gather in `events` until somebody takes them."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, parking: Parking, stats: SchedulerStats
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        parking: Parking,
+        stats: SchedulerStats,
+        step_time: StepTimeModel,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
-        self.waiting = GroupQueue()
+        self.waiting = WaitingQueue(config.priority_aging_seconds)
         self.running = GroupQueue()
-        self.swapped = GroupQueue()
+        self.swapped = ParkedQueue()
         self.returning: list[SequenceGroup] = []
         """Running groups of which some branches have not come back yet."""
         self.moving: list[SequenceGroup] = []
@@ -58,12 +73,22 @@ class Lifecycle:
         """To be told to the worker with the next plan."""
         self.reserve = GrowthReserve(config.block_size, config.max_model_len)
         self.events: list[Event] = []
+        self.mean_output_tokens = float(config.block_size)
+        """Of branches that ended, the latest count most."""
         self._config = config
         self._kv = kv
         self._parking = parking
         self._stats = stats
+        self._step_time = step_time
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_arrival = 0
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; what has ended is found out when its time comes."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use: branches that run."""
+        return self._config.max_num_seqs - len(self._free_rows)
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -71,24 +96,65 @@ class Lifecycle:
 
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, max_tokens: int, now: float, resume: Resume | None = None) -> Event:
+    def enqueue(
+        self,
+        request: Request,
+        max_tokens: int,
+        cached_tokens: int,
+        now: float,
+        resume: Resume | None = None,
+    ) -> Event:
         """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
 
         One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if resume is None and len(self.waiting) >= self._config.max_waiting:
-            raise OverloadedError(
-                f"{len(self.waiting)} requests wait; the limit is {self._config.max_waiting}"
-            )
+        if resume is None:
+            self._check_room(request)
         arrival = self._next_arrival - (_RESUMED_FIRST if resume is not None else 0)
-        group = SequenceGroup(request, arrival_number=arrival, arrived_at=now, max_tokens=max_tokens)
+        age = resume.metrics.total_seconds if resume is not None else 0.0
+        group = SequenceGroup(
+            request,
+            arrival_number=arrival,
+            arrived_at=now - age,
+            max_tokens=max_tokens,
+            priority_aging_seconds=self._config.priority_aging_seconds,
+        )
         if resume is not None:
             group.go_on_from(resume, now)
+        if request.timeout_seconds is not None:
+            heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
+        group.found_tokens = cached_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
-        return Queued(request.request_id, now, len(self.waiting))
+        return Queued(request.request_id, now, len(self.waiting), cached_tokens)
+
+    def _check_room(self, request: Request) -> None:
+        """Raise `OverloadedError` where the queue is full, with the seconds after which its first part has moved on."""
+        waiting, config = self.waiting, self._config
+        tokens = waiting.num_prompt_tokens + request.num_prompt_tokens
+        if len(waiting) >= config.max_waiting:
+            what = f"{len(waiting)} requests wait; the limit is {config.max_waiting}"
+        elif len(waiting) and tokens > config.max_waiting_tokens:
+            what = (
+                f"{waiting.num_prompt_tokens} prompt tokens wait and this request has {request.num_prompt_tokens}; "
+                f"the limit is {config.max_waiting_tokens}"
+            )
+        else:
+            return
+        chunk = config.max_num_batched_tokens
+        seconds = self._step_time.prefill_seconds(tokens, chunk_tokens=chunk) / RETRY_FRACTION
+        raise OverloadedError(what, retry_after_seconds=min(RETRY_SECONDS_MAX, max(1.0, seconds)))
+
+    def expired(self, now: float) -> list[SequenceGroup]:
+        """Unfinished requests that nobody waits for any more; each is told once."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = self.groups.get(heappop(self._deadlines)[1])
+            if group is not None:
+                late.append(group)
+        return late
 
     def start(
         self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
@@ -179,6 +245,7 @@ class Lifecycle:
             seq.num_total_tokens += 1
             seq.num_planned_outputs += 1
         self.moving.append(group)
+        self.recount(group)
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.group, parent.branch)
@@ -201,7 +268,12 @@ class Lifecycle:
         self.moving = []
 
     def finish_beams(
-        self, group: SequenceGroup, reason: FinishReason | None, now: float, error: str | None = None
+        self,
+        group: SequenceGroup,
+        reason: FinishReason | None,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
     ) -> None:
         """The search is over: its best hypotheses are the answer. With a `reason` it ends without one."""
         assert group.beams is not None
@@ -231,6 +303,7 @@ class Lifecycle:
                     request_finished=last,
                     num_output_tokens=len(hypothesis.token_ids) if hypothesis else 0,
                     error=error,
+                    error_name=error_name,
                     metrics=metrics if last else None,
                     score=hypothesis.score if hypothesis else None,
                 )
@@ -290,14 +363,24 @@ class Lifecycle:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
+    def finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
+    ) -> None:
         """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
         group = seq.group
         assert seq.finish_reason is None
         seq.finish_reason = reason
         self._drop(seq, publish=error is None)
         group.live.remove(seq)
+        self.mean_output_tokens += MEAN_WEIGHT * (seq.num_output_tokens - self.mean_output_tokens)
         done = not group.live
+        if not done:
+            self.recount(group)
         if done:
             self._close(group, reason)
         self.events.append(
@@ -309,6 +392,7 @@ class Lifecycle:
                 request_finished=done,
                 num_output_tokens=seq.num_output_tokens,
                 error=error,
+                error_name=error_name,
                 metrics=group.metrics(now) if done else None,
             )
         )
@@ -324,7 +408,7 @@ class Lifecycle:
 
     def _close(self, group: SequenceGroup, reason: FinishReason) -> None:
         """The group has no branch left."""
-        queues = {
+        queues: dict[GroupState, GroupQueue | WaitingQueue] = {
             GroupState.RUNNING: self.running,
             GroupState.WAITING: self.waiting,
             GroupState.SWAPPED: self.swapped,
@@ -334,6 +418,13 @@ class Lifecycle:
         del self.groups[group.request.request_id]
         self.reserve.on_finish()
         self._stats.on_finish(reason)
+
+    def recount(self, group: SequenceGroup) -> None:
+        """A branch of `group`, which may be parked, came or went, or has a token more or less."""
+        if group.state is GroupState.WAITING:
+            self.waiting.recount(group)
+        elif group.state is GroupState.SWAPPED:
+            self.swapped.recount(group)
 
     def drop_blocks(self, seq: Sequence) -> None:
         self._kv.release(seq)
@@ -349,6 +440,13 @@ class Lifecycle:
         """All branches that have not ended, in order of arrival."""
         return [seq for group in self.groups.values() for seq in group.live]
 
+    def fork_sources(self, request: Request) -> list[Sequence]:
+        """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
+        parent = self.groups.get(request.fork_of)
+        if parent is None or parent.root_key != (request.cache_salt, request.adapter):
+            return []
+        return parent.live
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every request is in one queue and every row in one place (rule R2)."""
         live = self.live()
@@ -357,6 +455,11 @@ class Lifecycle:
             raise IntegrityError("a row is lost or used twice")
         if len(self.waiting) + len(self.running) + len(self.swapped) != len(self.groups):
             raise IntegrityError("a request is in no queue or in two")
+        for parked in (self.waiting, self.swapped):
+            if parked.num_tokens != sum(map(tokens_to_compute, parked)):
+                raise IntegrityError("the tokens of those who wait are miscounted")
+            if parked.num_branches != sum(group.num_branches for group in parked):
+                raise IntegrityError("the branches of those who wait are miscounted")
         for state, queue in ((GroupState.WAITING, self.waiting), (GroupState.SWAPPED, self.swapped)):
             for group in queue:
                 if group.state is not state or any(

@@ -57,6 +57,11 @@ class PlanBuilder:
     def update_block(self, row: int, index: int, block: int) -> None:
         self.block_updates += (row, index, block)
 
+    def append_blocks(self, row: int, first: int, table: list[int]) -> None:
+        """`table[first:]` is new."""
+        for index in range(first, len(table)):
+            self.block_updates += (row, index, table[index])
+
     def forget_row(self, row: int) -> bool:
         """The row is given up in this plan: what its table was told in it would reach nobody, or its next holder.
 
@@ -92,8 +97,7 @@ class PlanBuilder:
                 num_computed_tokens=seq.num_computed_tokens,
             )
         )
-        for index, block in enumerate(seq.block_table):
-            self.update_block(row, index, block)
+        self.append_blocks(row, 0, seq.block_table)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.row is not None

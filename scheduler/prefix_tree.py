@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any, Protocol
 
 from octavo.protos.errors import IntegrityError
 
@@ -23,23 +24,27 @@ SIBLINGS_MAX = 64
 """Blocks compared in search of one that shares a part: enough for a conversation's branches, and a bound."""
 
 
-class _Node:
+class TreeNode:
     """A run of blocks with one way in. `tokens` is the run's int32 token ids, `blocks` one id per block."""
 
-    __slots__ = ("blocks", "children", "families", "parent", "root_key", "tokens")
+    __slots__ = ("blocks", "children", "families", "indexed", "parent", "root_key", "start", "tokens")
 
-    def __init__(self, parent: _Node | None, root_key: RootKey) -> None:
+    def __init__(self, parent: TreeNode | None, root_key: RootKey) -> None:
         self.parent = parent
         self.root_key = root_key
+        self.start: int = 0 if parent is None else parent.start + len(parent.blocks)
+        """Blocks on the way to this run."""
+        self.indexed: Any = None if parent is None else parent.indexed
+        """The listener's: where it has this run."""
         self.tokens = bytearray()
         self.blocks: list[int] = []
-        self.children: dict[bytes, _Node] = {}
+        self.children: dict[bytes, TreeNode] = {}
         """By the tokens of the child's first block."""
-        self.families: dict[bytes, dict[bytes, _Node]] = {}
+        self.families: dict[bytes, dict[bytes, TreeNode]] = {}
         """The same children by the first few tokens, then by all of the block: a search for one that shares a part
         looks at nothing else."""
 
-    def add_child(self, key: bytes, child: _Node, head_bytes: int) -> None:
+    def add_child(self, key: bytes, child: TreeNode, head_bytes: int) -> None:
         self.children[key] = child
         self.families.setdefault(key[:head_bytes], {})[key] = child
 
@@ -49,6 +54,16 @@ class _Node:
         del family[key]
         if not family:
             del self.families[key[:head_bytes]]
+
+
+class Listener(Protocol):
+    """Hears of every change, before it is made (`entered`, `left`) or after (`moved`)."""
+
+    def entered(self, node: TreeNode, tokens: bytes, num_blocks: int) -> None: ...
+
+    def left(self, node: TreeNode, num_blocks: int) -> None: ...
+
+    def moved(self, node: TreeNode, place: int, *, to_host: bool) -> None: ...
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -71,11 +86,12 @@ class PrefixTree:
         self.min_shared_tokens = max(1, block_size // 4)
         """A part of a block is worth a copy from here on; every chat template shares its first token or two."""
         self._head_bytes = self.min_shared_tokens * TOKEN_BYTES
-        self._roots: dict[RootKey, _Node] = {}
-        self._node_of: list[_Node | None] = [None] * (num_blocks + num_host_blocks)
+        self._roots: dict[RootKey, TreeNode] = {}
+        self._node_of: list[TreeNode | None] = [None] * (num_blocks + num_host_blocks)
         self._index_of = [0] * (num_blocks + num_host_blocks)
         self.num_blocks = 0
         """Blocks in the tree, free or in use."""
+        self.listener: Listener | None = None
 
     def __contains__(self, block: int) -> bool:
         return self._node_of[block] is not None
@@ -145,7 +161,7 @@ class PrefixTree:
         width = self._width
         assert len(tokens) == len(blocks) * width
         if after is None:
-            node = self._roots.setdefault(root_key, _Node(None, root_key))
+            node = self._roots.setdefault(root_key, TreeNode(None, root_key))
             place = 0
         else:
             holder = self._node_of[after]
@@ -166,11 +182,13 @@ class PrefixTree:
                 node, place = child, 1
                 continue
             if node.children or node.parent is None:
-                child = _Node(node, node.root_key)
+                child = TreeNode(node, node.root_key)
                 node.add_child(key, child, self._head_bytes)
                 node = child
             # Nothing continues this run, so the rest goes behind it in one piece.
             rest = blocks[number:]
+            if self.listener is not None:
+                self.listener.entered(node, tokens[number * width :], len(rest))
             node.tokens += tokens[number * width :]
             node_of, index_of, start = self._node_of, self._index_of, len(node.blocks)
             for index, new in enumerate(rest, start):
@@ -189,18 +207,39 @@ class PrefixTree:
         self._node_of[old] = None
         node.blocks[index] = new
         self._place(node, index, new)
+        on_host = new >= self.num_device_blocks
+        if self.listener is not None and on_host != (old >= self.num_device_blocks):
+            self.listener.moved(node, index, to_host=on_host)
 
     def evict(self, block: int) -> None:
         """Forget a block: the last of a run that nothing continues, which the pool's order guarantees."""
-        node = self._node_of[block]
-        assert node is not None, f"block {block} is not in the tree"
-        last = not node.children and node.blocks[-1] == block
-        assert last, f"block {block} is evicted before what follows it"
-        self._node_of[block] = None
-        self.num_blocks -= 1
+        self.evict_many([block])
+
+    def evict_many(self, blocks: list[int]) -> None:
+        """As `evict` for each, in order: those that stand one before the other in one run go together."""
+        done = 0
+        while done < len(blocks):
+            node = self._node_of[blocks[done]]
+            assert node is not None, f"block {blocks[done]} is not in the tree"
+            run = node.blocks
+            count, most = 0, min(len(run), len(blocks) - done)
+            while count < most and run[-1 - count] == blocks[done + count]:
+                count += 1
+            last = not node.children and count
+            assert last, f"block {blocks[done]} is evicted before what follows it"
+            self._cut(node, count)
+            done += count
+
+    def _cut(self, node: TreeNode, count: int) -> None:
+        """Forget the last `count` blocks of a run that nothing continues."""
+        if self.listener is not None:
+            self.listener.left(node, count)
+        for block in node.blocks[-count:]:
+            self._node_of[block] = None
+        self.num_blocks -= count
         key = bytes(node.tokens[: self._width])
-        node.blocks.pop()
-        del node.tokens[-self._width :]
+        del node.blocks[-count:]
+        del node.tokens[-count * self._width :]
         while not node.blocks and not node.children:
             parent = node.parent
             if parent is None:
@@ -223,14 +262,15 @@ class PrefixTree:
             stack += node.children.values()
         return found[::-1]
 
-    def _place(self, node: _Node, index: int, block: int) -> None:
+    def _place(self, node: TreeNode, index: int, block: int) -> None:
         assert self._node_of[block] is None, f"block {block} is in the tree twice"
         self._node_of[block] = node
         self._index_of[block] = index
 
-    def _split(self, node: _Node, place: int) -> None:
+    def _split(self, node: TreeNode, place: int) -> None:
         """Cut a run in two so that another branch can leave at `place`."""
-        tail = _Node(node, node.root_key)
+        tail = TreeNode(node, node.root_key)
+        tail.start = node.start + place
         cut = place * self._width
         tail.tokens, tail.blocks = node.tokens[cut:], node.blocks[place:]
         tail.children, tail.families = node.children, node.families
@@ -243,7 +283,8 @@ class PrefixTree:
             self._node_of[block] = tail
             self._index_of[block] = index
 
-    def _nodes(self) -> Iterator[_Node]:
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every run, each after those that it continues."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -252,7 +293,7 @@ class PrefixTree:
 
     def paths(self) -> Iterator[tuple[int | None, int]]:
         """Every (block before, block) of the tree; None before a first block."""
-        for node in self._nodes():
+        for node in self.nodes():
             before = node.parent.blocks[-1] if node.parent and node.parent.blocks else None
             for block in node.blocks:
                 yield before, block
@@ -261,11 +302,13 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on a broken link, a block in two places or a miscounted run."""
         seen: set[int] = set()
-        for node in self._nodes():
+        for node in self.nodes():
             if len(node.tokens) != len(node.blocks) * self._width:
                 raise IntegrityError("a prefix node's tokens and blocks differ in length")
             if node.parent is not None and not node.blocks:
                 raise IntegrityError("an empty prefix node was left behind")
+            if node.parent is not None and node.start != node.parent.start + len(node.parent.blocks):
+                raise IntegrityError("a prefix node does not know how far down it stands")
             for index, block in enumerate(node.blocks):
                 if block in seen or self._node_of[block] is not node or self._index_of[block] != index:
                     raise IntegrityError(f"block {block} is misplaced in the prefix tree")

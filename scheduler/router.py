@@ -1,8 +1,9 @@
 """Which worker gets a request: the one on which it will start soonest.
 
-Asks each worker's scheduler, so its knowledge of cached prefixes is exact. Chooses and reserves in one call: the
-request stands in the chosen queue before the next one is routed, so that a burst does not herd to one worker.
-Filter, score and pick follow one another as in llm-d's scheduler; all scores go into the `Routed` event.
+Chooses and reserves in one call: the request stands in the chosen queue before the next one is routed, so that a
+burst does not herd to one worker. Filter, score and pick follow one another as in llm-d's scheduler; the best scores
+go into the `Routed` event. What is known of the workers is exact and asks nobody: their cached prefixes stand in one
+`PrefixIndex`, their load in one matrix whose rows the schedulers write (`load.py`).
 
 Predictions that differ by less than their own error say nothing: among those the emptiest worker is taken, or
 else a fixed cost that dominates the model would send everybody to whoever measured a hair faster.
@@ -11,17 +12,25 @@ else a fixed cost that dominates the model would send everybody to whoever measu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import xxhash
 
-from octavo.protos.errors import OverloadedError, RequestTooLargeError, UnavailableError
+from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError, UnavailableError
 from octavo.protos.types import Request, Resume
-from octavo.scheduler.events import Event
+from octavo.scheduler.events import Event, Queued
+from octavo.scheduler.load import Load, Loads
+from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.start_time import Floats, StartTimes, predict
 
+ROUTER_POLICIES = ("predicted_ttft", "prefix", "least_loaded", "round_robin")
+"""`prefix` goes where most of the prompt is cached; the last two look at no prefix. They are there to be compared."""
 INDIFFERENCE = 0.05
 """Scores within so much of the best one are equal."""
+SCORES_MAX = 8
+"""Scores told in a `Routed` event: the best ones, in the order of choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +39,12 @@ class Score:
 
     worker_id: str
     ttft_seconds: float
-    """Predicted: prefill queued before this request, plus what of its own prompt is not cached."""
+    """Predicted: what is queued before this request, what of its own prompt is not cached, and what comes from the
+    host tier."""
     load_seconds: float
     """Price of one more branch in the decode batch that it joins."""
     cached_tokens: int
+    """Of the worker that was tried, to the token; of the others, in whole blocks."""
     num_seqs: int
     """Branches that run or wait there."""
 
@@ -50,12 +61,37 @@ class Routed(Event):
     scores: tuple[Score, ...]
 
 
+def check_policy(policy: str) -> None:
+    """Raises `ConfigError` for one that is unknown."""
+    if policy not in ROUTER_POLICIES:
+        raise ConfigError(
+            f"router_policy must be one of {', '.join(ROUTER_POLICIES)}, got {policy!r}",
+            param="router_policy",
+        )
+
+
 class Router:
     """Filter, score, pick, reserve. Same seed and same calls, same choices."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, *, policy: str = "predicted_ttft", index_bytes_max: int = INDEX_BYTES_MAX
+    ) -> None:
+        """`index_bytes_max` for each block size among the workers. Raises `ConfigError` for an unknown policy."""
+        check_policy(policy)
+        self.policy = policy
         self._seed = seed
+        self._index_bytes_max = index_bytes_max
         self._count = 0
+        self._fleet: dict[str, Scheduler] = {}
+        self._ids: list[str] = []
+        self._indexes: dict[int, PrefixIndex] = {}
+        self._loads: Loads = np.zeros((0, len(Load)))
+        self._with_host: list[int] = []
+
+    @property
+    def index_bytes(self) -> int:
+        """What the index takes, by its own estimate."""
+        return sum(index.num_bytes for index in self._indexes.values())
 
     def route(
         self,
@@ -72,37 +108,117 @@ class Router:
         """
         if not workers:
             raise UnavailableError("no worker is ready")
-        scores = tuple(self._score(worker_id, workers[worker_id], request) for worker_id in sorted(workers))
+        if workers != self._fleet:
+            self.adopt(workers)
+        held, on_host = self._cached_blocks(request)
+        times = predict(self._loads, request.num_prompt_tokens, held, on_host)
         self._count += 1
         refusal: RequestTooLargeError | OverloadedError | None = None
-        equal = (1 + INDIFFERENCE) * min(score.total_seconds for score in scores)
-
-        def order(score: Score) -> tuple[float, int, int]:
-            return (max(equal, score.total_seconds), score.num_seqs, self._tie(score.worker_id))
-
-        for score in sorted(scores, key=order):
+        tried: list[int] = []
+        while len(tried) < len(self._ids):
+            worker = self._best(times, held, tried)
+            tried.append(worker)
+            worker_id, scheduler = self._ids[worker], self._fleet[self._ids[worker]]
             try:
-                queued = workers[score.worker_id].add(request, now, resume)
+                queued = scheduler.add(request, now, resume)
             except (RequestTooLargeError, OverloadedError) as error:
                 # Of several reasons the temporary one is told: the request may be sent again.
                 if refusal is None or isinstance(error, OverloadedError):
                     refusal = error
                 continue
-            return score.worker_id, [Routed(request.request_id, now, score.worker_id, scores), *queued]
+            cached = sum(event.cached_tokens for event in queued if isinstance(event, Queued))
+            scores = self._scores(times, held, worker, cached)
+            return worker_id, [Routed(request.request_id, now, worker_id, scores), *queued]
         assert refusal is not None
         raise refusal
 
-    def _score(self, worker_id: str, scheduler: Scheduler, request: Request) -> Score:
-        cached = scheduler.cached_tokens_of(request)
-        uncached = request.num_prompt_tokens - cached
-        chunk = scheduler.config.max_num_batched_tokens
-        ttft = scheduler.step_time.prefill_seconds(scheduler.num_queued_tokens + uncached, chunk_tokens=chunk)
-        rows = scheduler.num_running_seqs + scheduler.num_waiting_seqs
-        load = scheduler.step_time.step_seconds(num_tokens=rows + 1, num_rows=rows + 1, context_tokens=0)
-        if ttft == 0.0 and load == 0.0:
-            # Nothing measured yet: a token is as good a unit as a second.
-            ttft, load = float(scheduler.num_queued_tokens + uncached), float(rows + 1)
-        return Score(worker_id, ttft, load, cached, rows)
+    # --- filter --------------------------------------------------------------------------------------------
 
-    def _tie(self, worker_id: str) -> int:
-        return xxhash.xxh64_intdigest(f"{self._count}/{worker_id}".encode(), seed=self._seed & (2**64 - 1))
+    def adopt(self, workers: Mapping[str, Scheduler]) -> None:
+        """Know these workers and no others, with all that they hold now. `route` calls this when they change."""
+        # Positions in the matrix and in the index are one, so that both are rebuilt; workers come and go rarely.
+        for scheduler in self._fleet.values():
+            scheduler.report_load(None)
+            scheduler.kv.tree.listener = None
+        self._fleet = dict(workers)
+        self._ids = sorted(workers)
+        self._loads = np.zeros((len(self._ids), len(Load)))
+        self._indexes = {}
+        self._with_host = []
+        for position, worker_id in enumerate(self._ids):
+            scheduler = workers[worker_id]
+            size = scheduler.config.block_size
+            if size not in self._indexes:
+                self._indexes[size] = PrefixIndex(size, bytes_max=self._index_bytes_max)
+            self._indexes[size].attach(position, scheduler.kv.tree)
+            scheduler.report_load(self._loads[position])
+            if scheduler.config.num_host_blocks:
+                self._with_host.append(position)
+
+    def _cached_blocks(self, request: Request) -> tuple[Floats, Floats]:
+        """[workers] blocks of the prompt's prefix that each holds and could use, and how many of these on the host."""
+        held, on_host = np.zeros(len(self._ids)), np.zeros(len(self._ids))
+        tokens = request.prompt_token_ids.tobytes()
+        if request.use_prefix_cache:
+            for size, index in self._indexes.items():
+                # One token short of all: that one gives the logits.
+                limit = (request.num_prompt_tokens - 1) // size
+                found, behind = index.lookup((request.cache_salt, request.adapter), tokens, limit)
+                if found:
+                    held[list(found)] = list(found.values())
+                if behind:
+                    on_host[list(behind)] = list(behind.values())
+        for position in self._with_host:
+            if on_host[position] and not self._fleet[self._ids[position]].kv.loads_from_host:
+                held[position] -= on_host[position]
+                on_host[position] = 0
+        if request.fork_of:
+            # What it goes on from may be in no tree yet; the worker that runs it knows.
+            for position, worker_id in enumerate(self._ids):
+                scheduler = self._fleet[worker_id]
+                if scheduler.runs(request.fork_of):
+                    held[position] = scheduler.cached_tokens_of(request) // scheduler.config.block_size
+        return held, on_host
+
+    # --- score and pick ------------------------------------------------------------------------------------
+
+    def _best(self, times: StartTimes, held: Floats, tried: list[int]) -> int:
+        """Position of the worker to try next."""
+        if self.policy == "round_robin":
+            return (self._count - 1 + len(tried)) % len(self._ids)
+        keys = {"predicted_ttft": times.total, "prefix": -held, "least_loaded": times.num_seqs}
+        scores = keys[self.policy]
+        if tried:
+            scores = scores.copy()
+            scores[tried] = np.inf
+        best = scores.min()
+        limit = best * (1 + INDIFFERENCE) if self.policy == "predicted_ttft" else best
+        equal = np.flatnonzero(scores <= limit)
+        if len(equal) > 1:
+            seqs = times.num_seqs[equal]
+            equal = equal[seqs == seqs.min()]
+        if len(equal) == 1:
+            return int(equal[0])
+        return min(equal.tolist(), key=self._tie)
+
+    def _tie(self, position: int) -> int:
+        name = f"{self._count}/{self._ids[position]}"
+        return xxhash.xxh64_intdigest(name.encode(), seed=self._seed & (2**64 - 1))
+
+    def _scores(self, times: StartTimes, held: Floats, chosen: int, cached: int) -> tuple[Score, ...]:
+        """The chosen worker's first, with its `cached` tokens, then those with the best predictions."""
+        order = np.argsort(times.total, kind="stable")[:SCORES_MAX].tolist()
+        order = [chosen, *[position for position in order if position != chosen]][:SCORES_MAX]
+        sizes = self._loads[:, Load.BLOCK_SIZE]
+        scores = [
+            Score(
+                self._ids[at],
+                float(times.ttft[at]),
+                float(times.load[at]),
+                int(held[at] * sizes[at]),
+                int(times.num_seqs[at]),
+            )
+            for at in order
+        ]
+        scores[0] = replace(scores[0], cached_tokens=cached)
+        return tuple(scores)

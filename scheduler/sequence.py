@@ -7,6 +7,7 @@ a token. Knows nothing of pools or plans.
 from __future__ import annotations
 
 import enum
+import math
 from array import array
 from dataclasses import dataclass
 
@@ -118,6 +119,8 @@ class SequenceGroup:
         "cached_tokens",
         "first_token_at",
         "forked",
+        "found_tokens",
+        "line",
         "live",
         "max_tokens",
         "num_preemptions",
@@ -129,11 +132,25 @@ class SequenceGroup:
         "state",
     )
 
-    def __init__(self, request: Request, *, arrival_number: int, arrived_at: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        arrival_number: int,
+        arrived_at: float,
+        max_tokens: int,
+        priority_aging_seconds: float = math.inf,
+    ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.arrival_number = arrival_number
         self.arrived_at = arrived_at
+        priority = request.priority
+        self.line = (
+            (float(priority), 0.0)
+            if math.isinf(priority_aging_seconds)
+            else (0.0, arrived_at + priority * priority_aging_seconds)
+        )
         self.state = GroupState.WAITING
         self.live: list[Sequence] = [Sequence(self, 0)]
         """Branches that have not ended, by branch number."""
@@ -145,6 +162,8 @@ class SequenceGroup:
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.cached_tokens = 0
+        self.found_tokens = 0
+        """Of its prompt, cached when it came: what those who wait behind it need not reckon with."""
         self.num_preemptions = 0
         self.parked_at_step = 0
         """The step that it gave way in; it comes back in a later one."""
@@ -153,9 +172,11 @@ class SequenceGroup:
         """No victim before this step: a return has bought it."""
 
     @property
-    def order(self) -> tuple[int, int]:
-        """First come, first served within a priority. Arrival numbers are unique, so this never ties."""
-        return (self.request.priority, self.arrival_number)
+    def order(self) -> tuple[float, float, int]:
+        """Place in line. First come, first served within a priority, and a step of priority is a head start of
+        `priority_aging_seconds`: whoever waits ages past later ones of higher priority. Arrival numbers are unique, so
+        this never ties."""
+        return (*self.line, self.arrival_number)
 
     def ready_beams(self) -> list[Sequence]:
         """Beams with a token to run: neither under way nor waiting for the others."""

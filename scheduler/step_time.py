@@ -28,9 +28,19 @@ class StepTimeModel:
         per_token = 1 / prefill_tokens_per_second if prefill_tokens_per_second > 0 else 0.0
         fixed = max(0.0, decode_step_seconds - per_token)
         self._fit = np.array([fixed, per_token, 0.0, 0.0]) / _SCALE
-        self._weights = self._fit
+        self.coefficients = self._coefficients()
         self._covariance = np.eye(4) * _PRIOR_VARIANCE
         self.num_observed = 0
+
+    @classmethod
+    def of_coefficients(
+        cls, fixed: float, per_token: float, per_row: float, per_context_token: float
+    ) -> StepTimeModel:
+        """A model that is known: of a calibration file, or computed from a data sheet."""
+        model = cls()
+        model._fit = np.array([fixed, per_token, per_row, per_context_token]) / _SCALE
+        model.coefficients = model._coefficients()
+        return model
 
     @classmethod
     def of_worker(cls, info: WorkerInfo) -> StepTimeModel:
@@ -46,14 +56,20 @@ class StepTimeModel:
         gain = self._covariance @ x
         gain /= _FORGET + x @ gain
         self._fit = self._fit + gain * (seconds - x @ self._fit)
-        self._weights = np.maximum(0.0, self._fit)
+        self.coefficients = self._coefficients()
         covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGET
         # Directions that no step excites would grow without end under forgetting (estimator wind-up).
         self._covariance = covariance * min(1.0, _MAX_VARIANCE / max(float(np.trace(covariance)), 1e-12))
         self.num_observed += 1
 
+    def _coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds a step, a token, a row and a token of context; none is negative."""
+        fixed, per_token, per_row, per_context = np.maximum(0.0, self._fit * _SCALE).tolist()
+        return fixed, per_token, per_row, per_context
+
     def step_seconds(self, *, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        return float(np.array([1.0, num_tokens, num_rows, context_tokens]) * _SCALE @ self._weights)
+        fixed, per_token, per_row, per_context = self.coefficients
+        return fixed + per_token * num_tokens + per_row * num_rows + per_context * context_tokens
 
     def prefill_seconds(self, num_tokens: int, *, chunk_tokens: int, context_tokens: int = 0) -> float:
         """Seconds to compute `num_tokens` on top of `context_tokens`, in chunks of at most `chunk_tokens`."""
@@ -61,12 +77,12 @@ class StepTimeModel:
             return 0.0
         steps = -(-num_tokens // chunk_tokens)
         read = steps * context_tokens + num_tokens * (steps + 1) // 2
-        fixed, per_token, per_row, per_context = self._weights * _SCALE
-        return float(steps * (fixed + per_row) + num_tokens * per_token + read * per_context)
+        fixed, per_token, per_row, per_context = self.coefficients
+        return steps * (fixed + per_row) + num_tokens * per_token + read * per_context
 
     def tokens_within(self, seconds: float, *, num_rows: int, context_tokens: int) -> int | None:
         """Most tokens that a step of these rows can run within `seconds`; None while nothing is known."""
-        fixed, per_token, per_row, per_context = self._weights * _SCALE
+        fixed, per_token, per_row, per_context = self.coefficients
         if per_token <= 0:
             return None
         return max(0, int((seconds - fixed - per_row * num_rows - per_context * context_tokens) / per_token))

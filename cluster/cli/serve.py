@@ -63,6 +63,12 @@ def serve(
         ),
     ] = "auto",
     victims: Annotated[str, typer.Option(help="Who gives way: least_lost or youngest.")] = "least_lost",
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep the KV of prefixes while nobody needs its blocks, and find it again.")
+    ] = True,
+    host_tier: Annotated[
+        bool, typer.Option(help="Keep prefixes that leave the device in swap space that nobody needs.")
+    ] = True,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = 256,
     max_model_len: Annotated[
@@ -96,6 +102,8 @@ def serve(
         host_blocks=host_blocks,
         preemption=preemption,
         victims=victims,
+        prefix_cache=prefix_cache,
+        host_tier=host_tier,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

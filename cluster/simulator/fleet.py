@@ -1,0 +1,210 @@
+"""A trace through a whole fleet in virtual time: the Router and Schedulers of production, simulated workers.
+
+Arrivals are the only things that workers have in common, so the fleet moves from one to the next: every worker takes
+in what has ended by then, and the router sees all of them at that very moment.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from octavo.cluster.simulator.hardware import Device
+from octavo.cluster.simulator.traces import Trace, TraceRequest
+from octavo.cluster.simulator.worker import SimulatedWorker
+from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError
+from octavo.protos.types import Request, SamplingParams
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.events import Admitted, Event, Finished, Preempted, TokensOut
+from octavo.scheduler.router import Routed, Router
+from octavo.scheduler.scheduler import Scheduler
+
+END_OF_TIME = 1e9
+"""Seconds; later than anything ends."""
+WAITING_MAX = 1_000_000
+"""A simulated queue holds whatever comes, so that saturation shows as waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """Raises `ConfigError` naming the option."""
+
+    device: Device
+    num_workers: int = 1
+    policy: str = "predicted_ttft"
+    block_size: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_model_len: int = 131_072
+    pipeline_depth: int = 2
+    host_blocks: int = 0
+    prefix_cache: bool = True
+    preemption: str = "auto"
+    itl_target: float | None = None
+    kv_tokens: int | None = None
+    """Instead of the device's."""
+    seed: int = 0
+    collapse: bool = True
+    """Take many decode steps at once where nothing is decided; the result is the same."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {self.num_workers}", param="workers")
+        self.scheduler_config()
+
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=max(1, (self.kv_tokens or self.device.kv_tokens) // self.block_size),
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            pipeline_depth=self.pipeline_depth,
+            preemption=self.preemption,
+            num_host_blocks=self.host_blocks,
+            kv_bytes_per_block=self.device.kv_bytes_per_token * self.block_size,
+            host_link_bytes_per_second=self.device.host_link_bytes_per_second,
+            prefix_cache=self.prefix_cache,
+            itl_target=self.itl_target,
+            max_waiting=WAITING_MAX,
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times in seconds, -1 where there is none."""
+
+    at_seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    worker: int = -1
+    predicted_ttft_seconds: float = -1.0
+    predicted_cached_tokens: int = 0
+    """When it was routed."""
+    cached_tokens: int = 0
+    """When it was admitted."""
+    ttft_seconds: float = -1.0
+    total_seconds: float = -1.0
+    num_preemptions: int = 0
+
+    @property
+    def itl_seconds(self) -> float:
+        """Mean time between its tokens; 0 for a single one."""
+        if self.num_output_tokens < 2:
+            return 0.0
+        return (self.total_seconds - self.ttft_seconds) / (self.num_output_tokens - 1)
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What a run leaves: outcomes in order of arrival, and what its steps were."""
+
+    config: FleetConfig
+    trace_name: str
+    outcomes: list[Outcome]
+    refused: int = 0
+    step_seconds: array[float] = field(default_factory=lambda: array("d"))
+    step_tokens: array[float] = field(default_factory=lambda: array("d"))
+    """Tokens that came at intervals of so many `step_seconds`."""
+    busy_seconds: list[float] = field(default_factory=list)
+    end_seconds: float = 0.0
+    index_bytes: int = 0
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    """Each worker's `Scheduler.snapshot()` at the end."""
+
+
+class Simulation:
+    """One run. `on_progress(done)` after each arrival."""
+
+    def __init__(
+        self, config: FleetConfig, trace: Trace, *, on_progress: Callable[[int], None] = lambda done: None
+    ) -> None:
+        self._config = config
+        self._trace = trace
+        self._on_progress = on_progress
+        self._router = Router(config.seed, policy=config.policy)
+        self._record = RunRecord(config, trace.name, [])
+        self._open: dict[str, Outcome] = {}
+        width = len(str(config.num_workers - 1))
+        scheduler_config = config.scheduler_config()
+        self.workers: dict[str, SimulatedWorker] = {}
+        self._position: dict[str, int] = {}
+        for position in range(config.num_workers):
+            name = f"w{position:0{width}}"
+            self.workers[name] = SimulatedWorker(
+                Scheduler(scheduler_config, config.device.step_time()),
+                config.device.step_time(),
+                on_events=self._take,
+                on_steps=self._count_steps,
+                collapse=config.collapse,
+            )
+            self._position[name] = position
+        self.schedulers = {name: worker.scheduler for name, worker in self.workers.items()}
+
+    def run(self) -> RunRecord:
+        workers = list(self.workers.values())
+        for number, one in enumerate(self._trace.requests):
+            now = one.at_seconds
+            for worker in workers:
+                if worker.next_seconds <= now:
+                    worker.run_until(now)
+            self._arrive(number, one)
+            self._on_progress(number + 1)
+        for worker in workers:
+            worker.run_until(END_OF_TIME)
+        self._record.busy_seconds = [worker.busy_seconds for worker in workers]
+        self._record.schedulers = [worker.scheduler.snapshot() for worker in workers]
+        self._record.index_bytes = self._router.index_bytes
+        assert not self._open, "a request has neither ended nor been refused"
+        return self._record
+
+    def _arrive(self, number: int, one: TraceRequest) -> None:
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=one.prompt(number),
+            params=SamplingParams(max_tokens=one.num_output_tokens),
+            seed=0,
+        )
+        outcome = Outcome(one.at_seconds, one.num_prompt_tokens, one.num_output_tokens)
+        try:
+            worker_id, events = self._router.route(request, self.schedulers, one.at_seconds)
+        except (RequestTooLargeError, OverloadedError):
+            self._record.refused += 1
+            return
+        routed = events[0]
+        assert isinstance(routed, Routed)
+        outcome.worker = self._position[worker_id]
+        outcome.predicted_ttft_seconds = routed.scores[0].ttft_seconds
+        outcome.predicted_cached_tokens = routed.scores[0].cached_tokens
+        self._record.outcomes.append(outcome)
+        self._open[request.request_id] = outcome
+        self.workers[worker_id].wake(one.at_seconds)
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, TokensOut):
+                if event.metrics is not None:
+                    self._open[event.request_id].ttft_seconds = event.metrics.ttft_seconds
+            elif isinstance(event, Finished):
+                outcome = self._open.pop(event.request_id)
+                assert event.metrics is not None
+                outcome.total_seconds = event.metrics.total_seconds
+                outcome.num_preemptions = event.metrics.num_preemptions
+                self._record.end_seconds = max(self._record.end_seconds, event.time)
+            elif isinstance(event, Admitted):
+                self._open[event.request_id].cached_tokens = event.cached_tokens
+            elif isinstance(event, Preempted):
+                pass
+
+    def _count_steps(self, seconds: float, count: int, rows: int) -> None:
+        self._record.step_seconds.append(seconds / count)
+        self._record.step_tokens.append(count * rows)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed; 0 of none."""
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
