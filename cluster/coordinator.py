@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ import ray
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
-from octavo.protos.errors import UnavailableError
+from octavo.protos.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,14 @@ async def find_coordinator(timeout_seconds: float = 5.0) -> str:
         raise UnavailableError(f"the coordinator is not there: {type(error).__name__}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleWish:
+    """So many workers are asked for."""
+
+    num_workers: int
+    refusal: str | None = None
+
+
 class Coordinator:
     """Body of the actor."""
 
@@ -50,6 +59,7 @@ class Coordinator:
         self._server = CoordinatorServer(self._core, host=host)
         self._started = asyncio.create_task(self._server.start())
         self._kills: set[asyncio.Task[None]] = set()
+        self._wish: ScaleWish | None = None
 
     async def address(self) -> str:
         """Where ingresses connect, "host:port"."""
@@ -64,6 +74,26 @@ class Coordinator:
 
     async def stats(self) -> dict[str, Any]:
         return self._core.stats()
+
+    async def want(self, num_workers: int) -> None:
+        """Somebody asks for so many workers. Raises `ConfigError` for less than one. Whoever owns the workers reads it
+        from `scaling` and acts."""
+        if num_workers < 1:
+            raise ConfigError(f"at least 1 worker is needed, got {num_workers}", param="workers")
+        self._wish = ScaleWish(num_workers)
+
+    async def refuse(self, wish: ScaleWish, reason: str) -> None:
+        """What was asked for cannot be."""
+        if self._wish == wish:
+            self._wish = replace(wish, refusal=reason)
+
+    async def scaling(self) -> tuple[ScaleWish | None, list[str]]:
+        """What was asked for since this process started, and the workers that should be there."""
+        return self._wish, self._core.expected_workers
+
+    async def expect(self, worker_ids: list[str], grace_seconds: float) -> None:
+        """See `CoordinatorCore.expect`."""
+        await self._core.expect(worker_ids, grace_seconds)
 
     async def drain(self, grace_seconds: float) -> int:
         """See `CoordinatorCore.drain`; then waits until the last outputs have gone out."""

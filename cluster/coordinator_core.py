@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.cluster.backend import HealthReport, HealthStatus
+from octavo.cluster import worker_slot
+from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
+from octavo.cluster.worker_slot import WorkerSlot
 from octavo.protos.errors import (
     ConfigError,
     InvalidRequestError,
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 UNFINISHED_REQUESTS_MAX = 8192
 """All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
+_RETIRE_CHECK_SECONDS = 0.05
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
@@ -77,18 +80,6 @@ class CoordinatorConfig:
         check_policy(self.router_policy)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One expected worker."""
-
-    link: WorkerLink | None = None
-    task: asyncio.Task[None] | None = None
-    address: str | None = None
-    ever_served: bool = False
-    detail: str = "not joined yet"
-    num_losses: int = 0
-
-
 class CoordinatorCore:
     """See the module. `on_stuck` is told the id of a worker whose process should be ended and started anew."""
 
@@ -106,7 +97,7 @@ class CoordinatorCore:
         self._clock = clock
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
-        self._slots = {worker_id: _Slot() for worker_id in config.worker_ids}
+        self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
         self._requests = OpenRequests(clock)
         self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
@@ -136,10 +127,10 @@ class CoordinatorCore:
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
         slot.address = address
-        slot.task = asyncio.create_task(self._attend(worker_id, slot, address))
+        slot.task = asyncio.create_task(self._attend(slot, address))
 
-    async def _attend(self, worker_id: str, slot: _Slot, address: str) -> None:
-        previous = slot.link
+    async def _attend(self, slot: WorkerSlot, address: str) -> None:
+        worker_id, previous = slot.worker_id, slot.link
         if previous is not None:
             self._on_lost(previous, WorkerLostError(f"worker {worker_id} was restarted"))
             self._keep_counts(previous)
@@ -178,7 +169,7 @@ class CoordinatorCore:
         slot.ever_served = True
         slot.detail = ""
         loop = asyncio.get_running_loop()
-        if not self._serving():
+        if not self._schedulers():
             self._settled = False
             loop.call_later(SETTLE_SECONDS, self._settle)
         # Once this returns the link serves.
@@ -219,10 +210,9 @@ class CoordinatorCore:
 
     def _place_waiting(self) -> None:
         """Give what waits to the workers that serve, unless more of them are about to join."""
-        serving = {link.worker_id: link for link in self._serving()}
-        if not serving or not (self._settled or len(serving) == len(self._slots)):
+        schedulers = self._schedulers()
+        if not schedulers or not (self._settled or len(schedulers) == len(self.expected_workers)):
             return
-        schedulers = {worker_id: link.scheduler for worker_id, link in serving.items()}
         now = self._clock()
         for entry, expiry in self._waiting.items():
             expiry.cancel()
@@ -235,18 +225,61 @@ class CoordinatorCore:
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
-            entry.link = serving[worker_id]
+            self._put(entry, worker_id)
         self._waiting.clear()
-        for link in serving.values():
-            link.wake()
 
     def _keep_counts(self, link: WorkerLink) -> None:
         if link.attached_once:
             lost = [] if self._lost_counts is None else [self._lost_counts]
             self._lost_counts = total((), [*lost, link.scheduler.snapshot()])
 
-    def _serving(self) -> list[WorkerLink]:
-        return [slot.link for slot in self._slots.values() if slot.link is not None and slot.link.serving]
+    def _schedulers(self) -> dict[str, Scheduler]:
+        """Of the workers that take requests, by id."""
+        return {
+            slot.worker_id: slot.link.scheduler
+            for slot in self._slots.values()
+            if slot.link is not None and slot.serving and not slot.retiring
+        }
+
+    def _put(self, entry: OpenRequest, worker_id: str) -> None:
+        """Its scheduler has it; now it is known to run there."""
+        link = self._slots[worker_id].link
+        assert link is not None
+        entry.link = link
+        link.wake()
+
+    @property
+    def expected_workers(self) -> list[str]:
+        """Those that should be there."""
+        return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
+
+    async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
+        """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`
+        at most; what is left then goes on elsewhere. Returns when they are gone; may be called again meanwhile.
+
+        Raises `ConfigError` for no worker at all.
+        """
+        if not worker_ids:
+            raise ConfigError("at least one worker is needed", param="worker_ids")
+        for worker_id in worker_ids:
+            slot = self._slots.setdefault(worker_id, WorkerSlot(worker_id))
+            slot.retiring = False
+        leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
+        for slot in leaving:
+            slot.retiring = True
+        deadline = self._clock() + grace_seconds
+        while self._clock() < deadline and any(map(self._runs_anything, leaving)):
+            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
+        for slot in leaving:
+            if slot.retiring and self._slots.get(slot.worker_id) is slot:
+                logger.info("worker %s is let go", slot.worker_id)
+                if slot.task is not None:
+                    slot.task.cancel()
+                    await asyncio.gather(slot.task, return_exceptions=True)
+                del self._slots[slot.worker_id]
+
+    def _runs_anything(self, slot: WorkerSlot) -> bool:
+        return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -258,14 +291,11 @@ class CoordinatorCore:
         try:
             self._check(request)
             self._check_ids(request, Resume())
-            serving = {link.worker_id: link for link in self._serving()}
-            schedulers = {worker_id: link.scheduler for worker_id, link in serving.items()}
-            worker_id, _ = self._router.route(request, schedulers, self._clock())
+            worker_id, _ = self._router.route(request, self._schedulers(), self._clock())
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
-        self._requests.open(request, sink).link = serving[worker_id]
-        serving[worker_id].wake()
+        self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
         """Go on with a request that was accepted before, by whoever was coordinator then. It may wait for a worker.
@@ -289,7 +319,7 @@ class CoordinatorCore:
 
     def _check(self, request: Request) -> None:
         self._check_open(request)
-        if not self._serving():
+        if not self._schedulers():
             raise UnavailableError("no worker is ready; try again in a few seconds")
         if len(self._requests) >= self.config.unfinished_requests_max:
             raise OverloadedError(
@@ -376,44 +406,13 @@ class CoordinatorCore:
 
     def health(self) -> HealthReport:
         """Never waits for anything."""
-        workers = [self._worker_health(worker_id, slot) for worker_id, slot in self._slots.items()]
-        ready = sum(worker["status"] == HealthStatus.READY.value for worker in workers)
-        missing = ", ".join(
-            f"{worker['worker_id']} {worker['status']}"
-            for worker in workers
-            if worker["status"] != HealthStatus.READY.value
+        return worker_slot.report(
+            self._slots.values(), draining=self._draining, num_unfinished=len(self._requests)
         )
-        detail = f"{ready} of {len(workers)} workers serve: {missing}" if missing else ""
-        if self._draining:
-            status = HealthStatus.DRAINING
-            detail = f"shutting down, {len(self._requests)} requests left"
-        elif ready == len(workers):
-            status = HealthStatus.READY
-        elif ready:
-            status = HealthStatus.DEGRADED
-        elif any(slot.ever_served for slot in self._slots.values()):
-            status = HealthStatus.DEAD
-        else:
-            status = HealthStatus.LOADING
-        return HealthReport(status=status, workers=tuple(workers), detail=detail)
-
-    def _worker_health(self, worker_id: str, slot: _Slot) -> dict[str, Any]:
-        link = slot.link
-        if link is not None and link.serving:
-            status = HealthStatus.READY
-        else:
-            status = HealthStatus.DEAD if slot.ever_served else HealthStatus.LOADING
-        return {
-            "worker_id": worker_id,
-            "status": status.value,
-            "detail": slot.detail,
-            "seconds_since_heard": None if link is None else link.seconds_since_heard,
-            "steps": 0 if link is None else link.num_steps,
-        }
 
     def stats(self) -> dict[str, Any]:
         """Counts and gauges of all schedulers together, of each serving worker's, and of requests here."""
-        workers = {link.worker_id: self._worker_stats(link) for link in self._serving()}
+        workers = {slot.worker_id: slot.stats() for slot in self._slots.values() if slot.serving}
         lost = [] if self._lost_counts is None else [self._lost_counts]
         return {
             **total(workers.values(), lost),
@@ -422,13 +421,4 @@ class CoordinatorCore:
             "moved": self._num_moved,
             "without_worker": sum(entry.link is None for entry in self._requests),
             "workers": workers,
-        }
-
-    def _worker_stats(self, link: WorkerLink) -> dict[str, Any]:
-        return {
-            **link.scheduler.snapshot(),
-            "device": link.info.device,
-            "dtype": link.info.dtype,
-            "epoch": link.epoch,
-            "losses": self._slots[link.worker_id].num_losses,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -46,19 +46,33 @@ class Fleet:
         loopback: bool,
         build: BuildExecutor = build_executor,
     ) -> None:
+        self._loopback = loopback
+        self._build = build
+        self._actors: dict[str, Any] = {}
+        self.add(configs)
+
+    @property
+    def worker_ids(self) -> list[str]:
+        return list(self._actors)
+
+    def add(self, configs: Sequence[WorkerConfig]) -> None:
+        """Start one more worker for each; they announce themselves once they have loaded."""
         # Ray's own annotations do not follow an actor class through `options`.
         actor_class: Any = ray.remote(WorkerActor)
-        self._actors: dict[str, Any] = {
-            config.worker_id: actor_class.options(
+        for config in configs:
+            self._actors[config.worker_id] = actor_class.options(
                 name=worker_actor_name(config.worker_id),
                 namespace=NAMESPACE,
                 max_restarts=-1,
                 # One worker a node before the second anywhere: they are the ones that compute.
                 scheduling_strategy="SPREAD",
                 **worker_resources(config),
-            ).remote(config, (COORDINATOR_NAME, NAMESPACE), loopback=loopback, build=build)
-            for config in configs
-        }
+            ).remote(config, (COORDINATOR_NAME, NAMESPACE), loopback=self._loopback, build=self._build)
+
+    def remove(self, worker_ids: Collection[str]) -> None:
+        """End these for good. The coordinator has let them go before."""
+        for worker_id in worker_ids:
+            ray.kill(self._actors.pop(worker_id), no_restart=True)
 
     def wait_ready(self, timeout_seconds: float, on_ready: OnReady = lambda info: None) -> list[WorkerInfo]:
         """Waits until every worker has loaded its model.

@@ -27,18 +27,23 @@ BACKEND_COUNTERS = {
     "step_seconds": ("octavo_step_seconds", "Wall time of the workers' steps."),
     "cache_hit_tokens": ("octavo_prefix_cache_hit_tokens", "Prompt tokens whose KV was found."),
     "cache_query_tokens": ("octavo_prompt_tokens", "Prompt tokens of admitted requests."),
-    "recomputed_tokens": ("octavo_recomputed_tokens", "Tokens computed again because of preemption."),
+    "recomputed_tokens": (
+        "octavo_recomputed_tokens",
+        "Tokens computed again because of preemption or a loss.",
+    ),
     "block_steps": ("octavo_kv_block_steps", "KV blocks in use, summed over steps."),
     "blocks_demoted": ("octavo_kv_blocks_demoted", "Cached blocks that moved from the device to the host."),
     "blocks_promoted": ("octavo_kv_blocks_promoted", "Cached blocks that were loaded from the host again."),
     "preemptions": ("octavo_preemptions", "Requests parked, by kind."),
     "finished": ("octavo_requests_finished", "Requests that ended, by reason."),
+    "moved": ("octavo_requests_moved", "Requests that went on after their worker or coordinator was lost."),
 }
 """Key of `stats()` to (name without _total, help). A mapping as value becomes one sample a key."""
 
 BACKEND_GAUGES = {
     "running": ("octavo_requests_running", "Requests that hold blocks and run."),
     "waiting": ("octavo_requests_waiting", "Requests in the queue."),
+    "without_worker": ("octavo_requests_without_worker", "Requests that wait for a lost worker's return."),
     "swapped": ("octavo_requests_swapped", "Requests parked in host memory."),
     "blocks_total": ("octavo_kv_blocks", "KV blocks of the pool."),
     "blocks_used": ("octavo_kv_blocks_used", "KV blocks that requests hold."),

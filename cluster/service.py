@@ -28,6 +28,7 @@ from octavo.worker.loader import read_model_info, resolve_model
 
 if TYPE_CHECKING:
     from octavo.cluster.fleet import Fleet
+    from octavo.cluster.scaling import Scaler
     from octavo.worker.actor import BuildExecutor
 
 __all__ = ["Service", "ServiceConfig"]
@@ -71,6 +72,7 @@ class Service:
         self._port = config.port
         self._coordinator: Any = None
         self._fleet: Fleet | None = None
+        self._scaler: Scaler | None = None
         self._serve_started = False
         self._ray_started = False
         self._bystanders: set[int] = set()
@@ -158,6 +160,7 @@ class Service:
         from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
         from octavo.cluster.coordinator_core import CoordinatorConfig
         from octavo.cluster.fleet import Fleet, check_resources
+        from octavo.cluster.scaling import Scaler
         from octavo.worker.actor import build_executor
 
         offered = ray.cluster_resources()
@@ -181,6 +184,12 @@ class Service:
         except ValueError as error:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
         self._fleet = Fleet(configs, loopback=loopback, build=self._build or build_executor)
+        cores = int(offered.get("CPU", 1))
+        self._scaler = Scaler(
+            self._coordinator,
+            self._fleet,
+            lambda count: self.config.worker_configs(cores=cores, device=device, count=count),
+        )
 
     def _start_serve(self) -> None:
         import ray
@@ -232,17 +241,28 @@ class Service:
     # --- life ----------------------------------------------------------------------------------------------
 
     def alive(self) -> bool:
-        """False once nothing has worked for `RECOVERY_SECONDS_MAX`: parts that are being restarted have had
-        their time."""
+        """Look after the system; call it every few seconds. Workers are added or let go as was asked for.
+
+        False once nothing has worked for `RECOVERY_SECONDS_MAX`: parts that are being restarted have had their time.
+        """
         import ray
 
+        assert self._scaler is not None
         try:
+            self._scaler.poll()
             report = ray.get(self._coordinator.health.remote(), timeout=CALL_SECONDS)
             if report.status.alive:
                 self._last_alive = time.monotonic()
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("the coordinator does not answer: %s", type(error).__name__)
         return time.monotonic() - self._last_alive < RECOVERY_SECONDS_MAX
+
+    def scale(self, num_workers: int) -> None:
+        """Ask for so many workers; `alive` carries it out, `octavo scale` does the same from elsewhere. Raises
+        `ConfigError` for less than one."""
+        import ray
+
+        ray.get(self._coordinator.want.remote(num_workers), timeout=CALL_SECONDS)
 
     def stats(self) -> dict[str, Any]:
         """Of all workers together. After `start`."""

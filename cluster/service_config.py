@@ -70,8 +70,9 @@ class ServiceConfig:
         )
         self.http_config()
 
-    def worker_configs(self, *, cores: int, device: str) -> list[WorkerConfig]:
-        """One for each worker, on `device`, when the cluster has so many `cores`."""
+    def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
+        """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
+        each still gets the threads that it would have had at start."""
         return [
             WorkerConfig(
                 worker_id=f"worker-{number}",
@@ -88,7 +89,7 @@ class ServiceConfig:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
             )
-            for number in range(self.num_workers)
+            for number in range(count or self.num_workers)
         ]
 
     def scheduler_options(self) -> dict[str, Any]:

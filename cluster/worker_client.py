@@ -17,7 +17,7 @@ import grpc
 
 from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
-from octavo.protos.types import StepPlan, StepResult, WorkerInfo
+from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class WorkerClient:
         """It is over because of silence or an overdue step: the process may live on and should be ended."""
         self.progress = Progress()
         self.last_heard = clock()
+        self.cached_prefixes: list[CachedPrefix] = []
+        """What the worker had in its blocks when it was attached to."""
         self._info: WorkerInfo | None = None
         self._on_event = on_event
         self._clock = clock
@@ -180,6 +182,7 @@ class WorkerClient:
 
     def _start(self, hello: worker_pb2.Hello) -> None:
         self._info = codec.decode_worker_info(hello.info)
+        self.cached_prefixes = list(map(codec.decode_cached_prefix, hello.cached_prefixes))
         lease = self._lease_seconds or wire.lease_seconds(self._info.device)
         self.last_heard = self._clock()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(lease))]

@@ -146,9 +146,18 @@ class WorkerLink:
                 lease_seconds=self._lease_seconds,
                 clock=self._clock,
             )
-            self._scheduler = self._make_scheduler(self._client.info, self.epoch)
-            logger.info("worker %s joined at %s, epoch %d", self.worker_id, self.address, self.epoch)
-            return await self._serve(self._client, self._scheduler)
+            scheduler = self._make_scheduler(self._client.info, self.epoch)
+            num_cached = scheduler.adopt(self._client.cached_prefixes)
+            self._client.cached_prefixes.clear()
+            self._scheduler = scheduler
+            logger.info(
+                "worker %s joined at %s, epoch %d, with %d blocks in use before",
+                self.worker_id,
+                self.address,
+                self.epoch,
+                num_cached,
+            )
+            return await self._serve(self._client, scheduler)
         except OctavoError as error:
             return error
         except Exception as error:

@@ -348,6 +348,28 @@ class KVManager:
                 before = own
         return want
 
+    def adopt(self, root_key: RootKey, tokens: bytes, blocks: list[int]) -> None:
+        """Enter blocks that hold the KV of `tokens` since before this manager was made; they stay free.
+
+        Raises `IntegrityError` for what no manager can have left: blocks out of range, or one for two places.
+        """
+        if len(tokens) != len(blocks) * self.block_size * TOKEN_BYTES:
+            raise IntegrityError(f"{len(blocks)} blocks for {len(tokens) // TOKEN_BYTES} cached tokens")
+        if not self.prefix_cache:
+            return
+        if any(not 0 <= block < self.pool.num_blocks for block in blocks):
+            raise IntegrityError(f"a cached block is outside the pool of {self.pool.num_blocks}")
+        known = self.tree.match(root_key, tokens, len(blocks))
+        new = blocks[len(known) :]
+        if len(set(new)) < len(new) or any(block in self.tree for block in new):
+            raise IntegrityError("a cached block holds two different things")
+        # As if a request had run on them and ended.
+        path = known + new
+        for block in path:
+            self.pool.acquire(block)
+        self.tree.extend(root_key, None, tokens, path)
+        self.pool.release(reversed(path))
+
     def release(self, seq: Sequence) -> int:
         """Give up all blocks; returns how many became free."""
         freed = self.pool.release(reversed(seq.block_table))

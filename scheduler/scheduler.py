@@ -17,6 +17,7 @@ plans in order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from octavo.protos.errors import IntegrityError, InvalidRequestError
 from octavo.protos.types import (
     MASKED_TOKEN,
+    CachedPrefix,
     FinishReason,
     Int32Array,
     Request,
@@ -68,6 +70,16 @@ class Scheduler:
         self._in_flight: deque[PlanRecord] = deque()
         self._next_step_id = 1
         self._load: Loads | None = None
+
+    def adopt(self, prefixes: Iterable[CachedPrefix]) -> int:
+        """Before the first request: take into the prefix tree what the worker has in its blocks from an earlier
+        scheduler. Returns how many blocks that were. Raises `IntegrityError` for what cannot be."""
+        assert not self.has_work, "blocks are adopted before any is given away"
+        for prefix in prefixes:
+            self.kv.adopt(
+                (prefix.cache_salt, prefix.adapter), prefix.token_ids.tobytes(), prefix.blocks.tolist()
+            )
+        return self.kv.tree.num_blocks
 
     # --- requests come and go ------------------------------------------------------------------------------
 

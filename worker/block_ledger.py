@@ -56,14 +56,14 @@ class BlockLedger:
         self.num_holders: Int32Array = np.zeros(num_blocks, np.int32)
         """[block] how often it stands in the tables."""
         self.written: BoolArray = np.zeros(num_blocks, np.bool_)
-        """[block] whether it was ever given to a row."""
+        """[block] whether it was ever given to a row. It keeps its content when the rows are forgotten, so that whoever
+        plans next may go on with it."""
         self.host_written: BoolArray = np.zeros(num_host_blocks, np.bool_)
         """[host block] whether anything was swapped into it."""
 
     def reset(self) -> None:
         self.table_lens[:] = 0
         self.num_holders[:] = 0
-        self.written[:] = False
         self.host_written[:] = False
 
     def lens_before_updates(self, released_rows: Int32Array, beam_moves: Int32Array) -> Int32Array:

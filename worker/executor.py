@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from octavo.protos.errors import UnavailableError
-from octavo.protos.types import MASKED_TOKEN, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from octavo.protos.types import MASKED_TOKEN, CachedPrefix, StepPlan, StepResult, TokenLogprobs, WorkerInfo
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.input_batch import FlatInputs, InputBatch, PreparedStep
 from octavo.worker.kv_pool import KVPool
@@ -76,8 +76,12 @@ class Executor:
             self._broken = f"step {plan.step_id}: {type(error).__name__}: {error}"
             raise
 
+    def cached_prefixes(self) -> list[CachedPrefix]:
+        """What the rows have in blocks: to be told, before `reset`, to whoever plans next."""
+        return self._input_batch.cached_prefixes()
+
     def reset(self) -> None:
-        """Forget all rows, as after start. Blocks keep their content, which nobody knows any more."""
+        """Forget all rows, as after start. Blocks keep their content."""
         self._input_batch.reset()
 
     def check_integrity(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.protos.errors import IntegrityError, PlanRejectedError
-from octavo.protos.types import Int32Array, NewSequence, Request, StepPlan, finish_reason
+from octavo.protos.types import CachedPrefix, Int32Array, NewSequence, Request, StepPlan, finish_reason
 from octavo.worker.block_ledger import BlockLedger
 from octavo.worker.logit_rules import LogitEdits, LogitRules
 from octavo.worker.plan_checks import (
@@ -112,6 +112,24 @@ class InputBatch:
     @property
     def num_rows_in_use(self) -> int:
         return int(self.progress.in_use.sum())
+
+    def cached_prefixes(self) -> list[CachedPrefix]:
+        """Of each row in use, the whole blocks that plans have computed, and their tokens."""
+        found = []
+        for row in np.flatnonzero(self.progress.in_use).tolist():
+            request = self._requests[row]
+            assert request is not None
+            count = int(self.progress.num_computed[row]) // self.limits.block_size
+            if count and request.use_prefix_cache:
+                found.append(
+                    CachedPrefix(
+                        token_ids=self._tokens[row, : count * self.limits.block_size].copy(),
+                        blocks=self.ledger.table(row)[:count],
+                        cache_salt=request.cache_salt,
+                        adapter=request.adapter,
+                    )
+                )
+        return found
 
     def reset(self) -> None:
         """Forget all rows; the next plan is step 1 of this epoch or of a later one."""

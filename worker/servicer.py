@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
-from octavo.protos.types import StepPlan, StepResult, WorkerInfo
+from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,12 @@ class StepExecutor(Protocol):
         """Run one step. Raises `PlanRejectedError`, with nothing changed, for one that breaks the ledger."""
         ...
 
+    def cached_prefixes(self) -> list[CachedPrefix]:
+        """Tokens of the rows whose KV is in whole blocks."""
+        ...
+
     def reset(self) -> None:
-        """Forget all rows, as after start."""
+        """Forget all rows, as after start. Blocks keep their content."""
         ...
 
 
@@ -127,9 +131,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         session = await self._attach(context)
         helpers: list[asyncio.Task[None]] = []
         try:
-            await self._reset_rows(session)
+            cached = await self._reset_rows(session)
             if not session.closed:
-                await context.write(worker_pb2.StepResponse(hello=self._hello()))
+                await context.write(worker_pb2.StepResponse(hello=self._hello(cached)))
             helpers.append(asyncio.create_task(self._read_plans(session, context)))
             helpers.append(asyncio.create_task(self._beat(session)))
             while (response := await session.outgoing.get()) is not None:
@@ -167,22 +171,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         session = self._session = _Session(attach.epoch)
         return session
 
-    def _hello(self) -> worker_pb2.Hello:
+    def _hello(self, cached: list[CachedPrefix]) -> worker_pb2.Hello:
         return worker_pb2.Hello(
             protocol_version=wire.PROTOCOL_VERSION,
             info=codec.encode_worker_info(self.executor.info),
             heartbeat_seconds=self._heartbeat_seconds,
             plans_in_flight_max=wire.PLANS_IN_FLIGHT_MAX,
+            cached_prefixes=map(codec.encode_cached_prefix, cached),
         )
 
-    async def _reset_rows(self, session: _Session) -> None:
+    async def _reset_rows(self, session: _Session) -> list[CachedPrefix]:
+        """End the branches of the epoch before; what of them is in blocks is told to the new one."""
+
+        def reset() -> list[CachedPrefix]:
+            cached = self.executor.cached_prefixes()
+            self.executor.reset()
+            return cached
+
         # Waits behind the running step and behind plans of older epochs, which no longer run.
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compute, self.executor.reset)
+            return await asyncio.get_running_loop().run_in_executor(self._compute, reset)
         except Exception as error:
             logger.critical("epoch %d: the rows could not be reset", session.epoch, exc_info=error)
             session.close(WorkerLostError(f"reset failed: {type(error).__name__}: {error}"))
             self._fail(error)
+            return []
 
     async def _read_plans(self, session: _Session, context: grpc.aio.ServicerContext) -> None:
         try:

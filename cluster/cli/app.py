@@ -13,6 +13,7 @@ from octavo.cluster.cli.batch import batch
 from octavo.cluster.cli.chat import chat
 from octavo.cluster.cli.console import JsonOption, print_json
 from octavo.cluster.cli.generate import generate
+from octavo.cluster.cli.scale import scale
 from octavo.cluster.cli.serve import serve
 
 # What decides how a run behaves; named by `octavo version` so that a report can be acted on.
@@ -61,7 +62,7 @@ def _options(
     pass
 
 
-for command in (serve, batch, generate, chat, version):
+for command in (serve, scale, batch, generate, chat, version):
     app.command()(command)
 
 

@@ -30,6 +30,10 @@ async def measure(repeats: int, lease_seconds: float, faults: list[str]) -> dict
     want = reference(requests)
     gaps: dict[str, list[float]] = {name: [] for name in ("none", *faults)}
     async with System(3, lease_seconds=lease_seconds) as system:
+        # The first steps of three new processes are no measure of a pause.
+        warm_up = Traffic(make_requests("warm up", max_tokens=MAX_TOKENS))
+        warm_up.start(system.backend)
+        await warm_up.finish(120)
         for repeat in range(repeats):
             calm = Traffic(make_requests(f"calm {repeat}", max_tokens=MAX_TOKENS))
             calm.start(system.backend)

@@ -18,7 +18,9 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 CHECK_SECONDS = 0.05
 ANNOUNCE_SECONDS = 0.1
@@ -64,8 +66,8 @@ async def coordinator(folder: Path, num_workers: int, lease_seconds: float | Non
     write_whole(address_file(folder), await server.start())
     while listener.is_serving():
         await asyncio.sleep(CHECK_SECONDS)
-        for link in core._serving():
-            link.scheduler.check_integrity()
+        for scheduler in core._schedulers().values():
+            scheduler.check_integrity()
 
 
 async def worker(folder: Path, worker_id: str) -> None:
@@ -82,7 +84,13 @@ async def worker(folder: Path, worker_id: str) -> None:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=BUDGET,
     )
-    executor.info = dataclasses.replace(executor.info, worker_id=worker_id)
+    executor.info = dataclasses.replace(
+        executor.info,
+        worker_id=worker_id,
+        # A real worker measures these at start; without them one that rejoins is compared with what others measured.
+        prefill_tokens_per_second=20_000.0,
+        decode_step_seconds=STEP_SECONDS,
+    )
     execute = executor.execute
 
     def checked(plan):
@@ -122,6 +130,18 @@ async def ingress(folder: Path, num_requests: int) -> None:
     await asyncio.sleep(3600)
 
 
+async def end_with_parent() -> None:
+    """Nothing outlives the supervisor, however that ended."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.5)
+    os._exit(0)
+
+
+async def run(role: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(role, end_with_parent())
+
+
 def end_with(error: BaseException) -> None:
     traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
@@ -143,7 +163,7 @@ def main() -> None:
         "ingress": lambda: ingress(args.folder, args.requests),
     }
     try:
-        asyncio.run(roles[args.role]())
+        asyncio.run(run(roles[args.role]()))
     except BaseException as error:
         end_with(error)
 

@@ -76,9 +76,13 @@ class System:
         for name in ("coordinator", *self.worker_names):
             self._start(name)
         self._supervisor = asyncio.create_task(self._supervise())
-        await until(address_file(self.folder).exists, 60, "the coordinator is up")
-        self.backend = await open_backend(self.folder)
-        await self.ready(120)
+        try:
+            await until(address_file(self.folder).exists, 60, "the coordinator is up")
+            self.backend = await open_backend(self.folder)
+            await self.ready(120)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

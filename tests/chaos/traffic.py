@@ -97,17 +97,17 @@ class Traffic:
 
     def __init__(self, requests: list[Request]) -> None:
         self.streams = [Stream(request) for request in requests]
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, backend) -> None:
-        self._tasks = [asyncio.create_task(stream.follow(backend)) for stream in self.streams]
+        self.tasks = [asyncio.create_task(stream.follow(backend)) for stream in self.streams]
 
     @property
     def num_tokens(self) -> int:
         return sum(stream.num_tokens for stream in self.streams)
 
     async def finish(self, seconds: float) -> None:
-        await asyncio.wait_for(asyncio.gather(*self._tasks), seconds)
+        await asyncio.wait_for(asyncio.gather(*self.tasks), seconds)
 
     def outputs(self) -> list[dict[int, list[int]]]:
         for stream in self.streams:

@@ -12,13 +12,15 @@ from .support import MODEL, FakeExecutor, until, worker_info
 class Cluster:
     """A coordinator, `num_workers` fake workers, and ingresses as they are asked for."""
 
+    model = MODEL
+
     def __init__(
         self, num_workers=1, *, info=None, step_seconds=0.0, budget=512, keepalive_seconds=10.0, **config
     ):
         self.worker_ids = tuple(f"worker-{number}" for number in range(num_workers))
         options = {"max_num_batched_tokens": budget, **config.pop("scheduler_options", {})}
         self.config = CoordinatorConfig(
-            worker_ids=self.worker_ids, scheduler_options=options, lease_seconds=1.0, **config
+            worker_ids=self.worker_ids, scheduler_options=options, **{"lease_seconds": 1.0, **config}
         )
         self.info = info or {}
         self.keepalive_seconds = keepalive_seconds
@@ -39,7 +41,7 @@ class Cluster:
 
     async def __aexit__(self, *_):
         for executor in self.executors.values():
-            executor.gate.set()
+            self.release(executor)
         for backend in self.backends:
             await backend.close()
         await self.core.close()
@@ -52,24 +54,31 @@ class Cluster:
         self.server = CoordinatorServer(self.core, host="127.0.0.1", keepalive_seconds=self.keepalive_seconds)
         self.address = await self.server.start()
 
-    async def start_worker(self, worker_id):
-        executor = FakeExecutor(
+    def make_executor(self, worker_id):
+        return FakeExecutor(
             worker_info(worker_id, **self.info), budget=self.budget, step_seconds=self.step_seconds
         )
+
+    async def start_worker(self, worker_id):
+        executor = self.make_executor(worker_id)
         server = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None, heartbeat_seconds=0.05)
         self.executors[worker_id], self.servers[worker_id] = executor, server
         self.addresses[worker_id] = await server.start()
         self.core.announce(worker_id, self.addresses[worker_id])
 
     async def kill_worker(self, worker_id):
-        self.executors[worker_id].gate.set()
+        self.release(self.executors[worker_id])
         await self.servers.pop(worker_id).stop()
+
+    def release(self, executor):
+        """Let its running step end."""
+        executor.gate.set()
 
     async def backend(self, **options):
         async def find():
             return self.address
 
-        backend = GrpcBackend(MODEL, find, **options)
+        backend = GrpcBackend(self.model, find, **options)
         backend.start()
         await backend.wait_connected(10)
         self.backends.append(backend)

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from octavo.protos.types import ModelInfo, Request, SamplingParams, StepPlan, StepResult, WorkerInfo
+from octavo.protos.types import (
+    CachedPrefix,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerInfo,
+)
 
 from ..scheduler.fake_worker import VOCAB_SIZE, FakeWorker, expected_tokens
 
@@ -56,6 +64,19 @@ class FakeExecutor(FakeWorker):
             raise error
         time.sleep(self.step_seconds)
         return super().execute(plan, seconds=max(self.step_seconds, 1e-4))
+
+    def cached_prefixes(self) -> list[CachedPrefix]:
+        found = []
+        for row in self.rows.values():
+            count = row.num_computed // self.block_size
+            found.append(
+                CachedPrefix(
+                    token_ids=np.array(row.tokens[: count * self.block_size], np.int32),
+                    blocks=np.array(row.table[:count], np.int32),
+                    cache_salt=row.request.cache_salt,
+                )
+            )
+        return found
 
     def reset(self) -> None:
         self.rows.clear()

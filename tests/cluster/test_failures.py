@@ -6,7 +6,7 @@ import pytest
 
 from octavo.cluster import coordinator_core, worker_link
 from octavo.cluster.backend import HealthStatus
-from octavo.protos.errors import InvalidRequestError, PlanRejectedError, UnavailableError
+from octavo.protos.errors import ConfigError, InvalidRequestError, PlanRejectedError, UnavailableError
 from octavo.protos.types import Resume
 
 from ..scheduler.fake_worker import expected_beams
@@ -76,8 +76,8 @@ class TestWorkerLoss:
                 assert victims
                 await cluster.kill_worker("worker-0")
                 if kind == "the only one":
-                    await until(lambda: cluster.core.health().status is HealthStatus.DEAD)
-                    await until(lambda: cluster.core.stats()["without_worker"] == len(victims))
+                    await until(lambda: cluster.core.stats()["without_worker"] > 0)
+                    assert cluster.core.health().status is HealthStatus.DEAD
                     with pytest.raises(UnavailableError, match="no worker is ready"):
                         await collect(backend, make_request("new"))
                 else:
@@ -86,7 +86,8 @@ class TestWorkerLoss:
                 await cluster.start_worker("worker-0")
                 outputs = await asyncio.wait_for(asyncio.gather(*tasks), 30)
                 assert outputs == [undisturbed(request) for request in requests]
-                assert cluster.core.stats()["moved"] == len(victims)
+                # Some may have ended before the kill was felt.
+                assert 0 < cluster.core.stats()["moved"] <= len(victims)
                 assert cluster.core.stats()["requests"]["finished"] == 15
                 await cluster.idle()
 
@@ -279,6 +280,102 @@ class TestWorkerLoss:
         run(test())
 
 
+class TestRetiring:
+    """The set of workers changes; every request goes on."""
+
+    @pytest.mark.parametrize("grace", [0.0, 20.0], ids=["at once", "when it is done"])
+    def test_d23_what_a_worker_runs_ends_there_or_goes_on_elsewhere(self, grace):
+        async def test():
+            async with Cluster(2, step_seconds=0.004) as cluster:
+                backend = await cluster.backend()
+                requests = mixed_requests(10, 60)
+                tasks = [asyncio.create_task(outputs_of(backend, request)) for request in requests]
+                await until(lambda: cluster.core.stats()["sampled_tokens"] > 60)
+                assert cluster.scheduler("worker-1").has_work
+                leaving = asyncio.create_task(cluster.core.expect(["worker-0"], grace))
+                await asyncio.sleep(0)
+                if grace:
+                    statuses = [worker["status"] for worker in cluster.core.health().workers]
+                    assert statuses == ["ready", "draining"]
+                    assert cluster.core.health().status is HealthStatus.READY
+                    queued = cluster.scheduler("worker-1").unfinished()
+                    late = make_request("late")
+                    assert await collect(backend, late) == {0: expected(late)}
+                    assert "late" not in queued
+                await leaving
+                assert [worker["worker_id"] for worker in cluster.core.health().workers] == ["worker-0"]
+                assert await asyncio.gather(*tasks) == [undisturbed(request) for request in requests]
+                assert (cluster.core.stats()["moved"] > 0) == (grace == 0.0)
+                cluster.worker_ids = ("worker-0",)
+                await cluster.idle()
+
+        run(test())
+
+    def test_a_new_worker_is_expected_before_it_joins_and_gets_its_share(self):
+        async def test():
+            async with Cluster(1) as cluster:
+                with pytest.raises(ConfigError, match="worker-1"):
+                    cluster.core.announce("worker-1", "127.0.0.1:1")
+                with pytest.raises(ConfigError, match="at least one"):
+                    await cluster.core.expect([])
+                await cluster.core.expect(["worker-0", "worker-1"])
+                assert cluster.core.health().status is HealthStatus.DEGRADED
+                assert "worker-1 loading" in cluster.core.health().detail
+                cluster.worker_ids = ("worker-0", "worker-1")
+                await cluster.start_worker("worker-1")
+                await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                backend = await cluster.backend()
+                requests = mixed_requests(10, 20)
+                outputs = await asyncio.gather(*(outputs_of(backend, request) for request in requests))
+                assert outputs == [undisturbed(request) for request in requests]
+                assert cluster.scheduler("worker-1").snapshot()["steps"] > 0
+                await cluster.idle()
+
+        run(test())
+
+
+class TestLeavingAtEveryStage:
+    """D20: whatever a request waits for when its client goes, 2 s later nothing of it is left."""
+
+    @pytest.mark.parametrize("stage", ["queued", "in mid-prefill", "swapped"])
+    def test_d20_nothing_is_left(self, stage):
+        info = {
+            "num_blocks": 24,
+            "num_host_blocks": 100,
+            "host_link_bytes_per_second": 1e6,
+            "max_num_seqs": 4,
+        }
+        options = {"preemption": "swap"}
+
+        async def test():
+            async with Cluster(info=info, budget=16, step_seconds=0.01, scheduler_options=options) as cluster:
+                backend = await cluster.backend()
+                if stage == "in mid-prefill":
+                    requests = [make_request("long", list(range(1, 300)), max_tokens=20)]
+                    reached = lambda now: now["steps"] > 3 and not now["sampled_tokens"]  # noqa: E731
+                elif stage == "queued":
+                    requests = [make_request(f"r{n}", max_tokens=200) for n in range(7)]
+                    reached = lambda now: now["waiting"] == 3  # noqa: E731
+                else:
+                    requests = [
+                        make_request(f"r{n}", list(range(n, n + 60)), max_tokens=120) for n in range(4)
+                    ]
+                    reached = lambda now: now["swapped"] > 0  # noqa: E731
+                tasks = [asyncio.create_task(collect(backend, request)) for request in requests]
+                await until(lambda: reached(cluster.scheduler().snapshot()))
+                for task in tasks:
+                    task.cancel()
+                await until(lambda: cluster.core.num_unfinished == 0, seconds=2)
+                snapshot = cluster.scheduler().snapshot()
+                held = ("running", "waiting", "swapped", "blocks_used", "host_blocks_used")
+                assert {name: snapshot[name] for name in held} == dict.fromkeys(held, 0)
+                await cluster.idle()
+                request = make_request("after")
+                assert await collect(backend, request) == {0: expected(request)}
+
+        run(test())
+
+
 class TestCoordinatorLoss:
     def test_every_stream_goes_on_with_the_tokens_that_it_would_have_had(self):
         async def test():
@@ -299,6 +396,30 @@ class TestCoordinatorLoss:
                 outputs = await asyncio.wait_for(asyncio.gather(*tasks), 30)
                 assert outputs == [undisturbed(request) for request in requests]
                 await until(lambda: cluster.core.health().status is HealthStatus.READY)
+                await cluster.idle()
+
+        run(test())
+
+    def test_workers_keep_what_they_have_computed(self):
+        async def test():
+            async with Cluster(2, step_seconds=0.004) as cluster:
+                backend = await cluster.backend()
+                requests = [make_request(f"r{n}", list(range(n, n + 300)), max_tokens=100) for n in range(6)]
+                metrics = []
+
+                async def follow(request):
+                    tokens = []
+                    async for delta in backend.submit(request):
+                        tokens += delta.token_ids
+                    metrics.append(delta.metrics)
+                    return tokens
+
+                tasks = [asyncio.create_task(follow(request)) for request in requests]
+                await until(lambda: cluster.core.stats()["sampled_tokens"] > 120)
+                await lose_coordinator(cluster)
+                await restart_coordinator(cluster)
+                assert await asyncio.gather(*tasks) == [expected(request) for request in requests]
+                assert 0 < sum(entry.recomputed_tokens for entry in metrics) <= 6 * 16
                 await cluster.idle()
 
         run(test())

@@ -33,7 +33,14 @@ def build_fake(config: WorkerConfig) -> support.FakeExecutor:
     from octavo.worker.loader import read_model_info, resolve_model
 
     model = read_model_info(resolve_model(config.model))
-    info = support.worker_info(config.worker_id, model=model, num_blocks=config.num_blocks)
+    info = support.worker_info(
+        config.worker_id,
+        model=model,
+        num_blocks=config.num_blocks,
+        # As measured by a real one at start, so that workers can be compared from the first request on.
+        prefill_tokens_per_second=20_000.0,
+        decode_step_seconds=STEP_SECONDS,
+    )
     return support.FakeExecutor(info, budget=config.max_num_batched_tokens, step_seconds=STEP_SECONDS)
 
 
@@ -273,6 +280,53 @@ class TestRunning:
         assert again.pid != process.pid
         assert system.stats()["requests"]["failed"] == 0
         wait_for(system.idle, 10)
+
+    def test_d23_fewer_workers_and_more_again_cut_no_answer(self, system, monkeypatch):
+        import ray
+
+        wait_for(system.idle, 10)
+        monkeypatch.setattr(system.service._scaler, "_grace_seconds", 1.0)
+        alone = system.complete(max_tokens=250).json()["choices"][0]["text"]
+        calls = Calls(system, 8, max_tokens=250)
+        wait_for(lambda: system.stats()["running"] == 8, 10)
+        assert all(worker["running"] for worker in system.stats()["workers"].values())
+
+        def workers() -> list[str]:
+            assert system.service.alive()
+            health = system.client.get("/health").json()
+            return [f"{worker['worker_id']} {worker['status']}" for worker in health["workers"]]
+
+        system.service.scale(1)
+        wait_for(lambda: "worker-1 draining" in workers(), 10)
+        assert system.client.get("/health").json()["status"] == "ready"
+        assert system.complete().status_code == 200
+        wait_for(lambda: workers() == ["worker-0 ready"], 20)
+        wait_for(lambda: workers() and len(system.processes("ray::WorkerActor")) == 1, 20)
+        assert calls.texts() == [alone] * 8
+        # One that is started anew is told what there is by now.
+        (process,) = system.processes("ray::Coordinator")
+        process.send_signal(signal.SIGKILL)
+        wait_for(lambda: system.client.get("/ready").status_code == 503, 10)
+        wait_for(lambda: workers() == ["worker-0 ready"], 30)
+        with pytest.raises(ConfigError):
+            system.service.scale(0)
+        command = [sys.executable, "-c", "from octavo.cluster.cli.app import run; run()", "scale", "--json"]
+        options = ["--workers", "2", "--ray-address", ray.get_runtime_context().gcs_address]
+        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+            wait_for(lambda: workers() and asked.poll() is not None, 90)
+            assert asked.returncode == 0, asked.stderr.read()
+            assert json.loads(asked.stdout.read()) == {"workers": 2, "ready": True}
+        assert workers() == ["worker-0 ready", "worker-1 ready"]
+        system.service.scale(99)
+        coordinator = system.service._coordinator
+
+        def refusal() -> str:
+            workers()
+            return ray.get(coordinator.scaling.remote())[0].refusal or ""
+
+        wait_for(lambda: "99 workers need" in refusal(), 10)
+        assert workers() == ["worker-0 ready", "worker-1 ready"]
+        assert system.complete(max_tokens=250).json()["choices"][0]["text"] == alone
 
     def test_d23_stop_lets_streams_finish_refuses_new_ones_and_leaves_nothing(self, system):
         lines: list[str] = []

@@ -16,7 +16,8 @@ from octavo.protos.types import StepPlan, StepResult, TokenLogprobs
 from octavo.worker import servicer as servicer_module
 from octavo.worker.servicer import SERVICE_NAME, WorkerServer
 
-from .support import FakeExecutor, run, until, worker_info
+from ..scheduler.fake_worker import Row
+from .support import FakeExecutor, make_request, run, until, worker_info
 
 
 class Rig:
@@ -118,9 +119,13 @@ class TestFencing:
         async def test():
             async with Rig() as rig:
                 old = await rig.connect(1)
-                rig.executor.rows[3] = "left by the old one"
+                left = Row(make_request("left", list(range(40))), 0, 8, list(range(40)), 35, [9, 4, 7])
+                rig.executor.rows[3] = left
                 new = await rig.connect(2)
                 assert rig.executor.rows == {}
+                (cached,) = new.cached_prefixes
+                assert cached.token_ids.tolist() == list(range(32))
+                assert cached.blocks.tolist() == [9, 4]
                 await until(lambda: old.error is not None)
                 assert isinstance(old.error, PlanRejectedError)
                 assert "epoch 2" in old.error.message

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from octavo.protos.errors import InvalidRequestError, OverloadedError
-from octavo.protos.types import BranchSoFar, FinishReason, RequestMetrics, Resume
+from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
+from octavo.protos.types import BranchSoFar, CachedPrefix, FinishReason, RequestMetrics, Resume
 from octavo.scheduler.events import Finished, Resumed
 
 from .support import Harness, make_request
@@ -149,3 +149,85 @@ def test_what_no_request_can_stand_at_is_refused_and_changes_nothing(params, out
     ended = BranchSoFar(token_ids=np.array([1], np.int32), finish_reason=FinishReason.STOP)
     with pytest.raises(InvalidRequestError, match="has ended"):
         harness.scheduler.add(make_request("a", range(8), max_tokens=4), 0.0, Resume(branches=(ended,)))
+
+
+def cached_prefixes(harness: Harness) -> list[CachedPrefix]:
+    """As a worker tells them: the whole blocks of its rows."""
+    size = harness.config.block_size
+    return [
+        CachedPrefix(
+            token_ids=np.array(row.tokens[: row.num_computed // size * size], np.int32),
+            blocks=np.array(row.table[: row.num_computed // size], np.int32),
+            cache_salt=row.request.cache_salt,
+        )
+        for row in harness.worker.rows.values()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_new_scheduler_goes_on_in_the_blocks_of_the_old_one(seed):
+    """The coordinator was lost and the worker lives: the fake worker reads every block back, so a wrong one shows."""
+    rng = random.Random(seed)
+    first = Harness(num_blocks=60, budget=64)
+    for request in lives(seed, 10):
+        first.add(request)
+    for _ in range(rng.randint(5, 40)):
+        first.step()
+    for plan in first.pending:  # had been sent, and ran before the worker heard of anybody new
+        first.worker.execute(plan)
+    second = Harness(num_blocks=60, budget=48)
+    second.worker.slots = first.worker.slots
+    prefixes = cached_prefixes(first)
+    num_adopted = second.scheduler.adopt(prefixes)
+    assert num_adopted == second.scheduler.snapshot()["blocks_cached"]
+    assert num_adopted <= len({block for prefix in prefixes for block in prefix.blocks.tolist()})
+    second.scheduler.check_integrity()
+    move(first, second)
+    second.run()
+
+
+def test_what_was_computed_is_not_computed_again_beyond_the_last_block():
+    first = Harness(num_blocks=60)
+    request = make_request("a", range(100), max_tokens=60)
+    first.add(request)
+    for _ in range(30):
+        first.step()
+    second = Harness(num_blocks=60)
+    second.worker.slots = first.worker.slots
+    second.scheduler.adopt(cached_prefixes(first))
+    move(first, second)
+    second.run()
+    assert 0 < second.ends["a"][-1].metrics.recomputed_tokens <= second.config.block_size
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks"),
+    [(16, [0, 1]), (32, [0, 60]), (32, [0, -1]), (32, [3, 3])],
+    ids=["too few tokens", "no such block", "below zero", "one block twice"],
+)
+def test_cached_blocks_that_cannot_be_are_refused(num_tokens, blocks):
+    harness = Harness(num_blocks=60)
+    fine = CachedPrefix(token_ids=np.arange(16, dtype=np.int32), blocks=np.array([5], np.int32))
+    with pytest.raises(IntegrityError):
+        harness.scheduler.adopt(
+            [
+                fine,
+                CachedPrefix(
+                    token_ids=np.arange(num_tokens, dtype=np.int32) + 7, blocks=np.array(blocks, np.int32)
+                ),
+            ]
+        )
+    other = CachedPrefix(token_ids=np.arange(16, dtype=np.int32) + 9, blocks=np.array([5], np.int32))
+    with pytest.raises(IntegrityError, match="two different things"):
+        harness.scheduler.adopt([other])
+    harness.scheduler.check_integrity()
+
+
+def test_without_a_prefix_cache_nothing_is_adopted():
+    harness = Harness(num_blocks=60, prefix_cache=False)
+    assert (
+        harness.scheduler.adopt(
+            [CachedPrefix(token_ids=np.arange(16, dtype=np.int32), blocks=np.array([5], np.int32))]
+        )
+        == 0
+    )

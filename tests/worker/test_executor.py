@@ -31,6 +31,27 @@ def decode(steps, row, context, count):
     return [steps(run=[(row, context - 1 + i, 1)])[0] for i in range(count)]
 
 
+def test_what_the_rows_had_is_told_and_a_new_epoch_goes_on_in_it():
+    executor, _ = make_executor()
+    steps = Steps(executor)
+    request = request_of(PROMPT)
+    steps(
+        new=[new(0, request), new(1, request_of([1, 2, 3]))],
+        updates=blocks(0, 0, [7, 2, 30]),
+        run=[(0, 0, 9)],
+        sample=[],
+    )
+    (cached,) = executor.cached_prefixes()  # whole blocks that were computed; the other row has none
+    assert cached.token_ids.tolist() == PROMPT[: 2 * BLOCK]
+    assert cached.blocks.tolist() == [7, 2]
+    executor.reset()
+    assert executor.cached_prefixes() == []
+    steps = Steps(executor, epoch=2)
+    start = 2 * BLOCK
+    first = steps(new=[new(0, request, computed=start)], updates=blocks(0, 0, [7, 2, 5]), run=[(0, start, 2)])
+    assert first == expected_tokens(request, 0, 1)
+
+
 def test_chunks_then_decode():
     executor, runner = make_executor()
     steps = Steps(executor)
