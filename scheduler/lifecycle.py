@@ -78,7 +78,9 @@ class Lifecycle:
 
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, max_tokens: int, cached_tokens: int, now: float) -> Event:
+    def enqueue(
+        self, request: Request, max_tokens: int, cached_tokens: int, found_tokens: int, now: float
+    ) -> Event:
         """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -89,7 +91,7 @@ class Lifecycle:
         group = SequenceGroup(
             request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
         )
-        group.found_tokens = cached_tokens
+        group.found_tokens = found_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)

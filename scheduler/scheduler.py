@@ -75,14 +75,15 @@ class Scheduler:
 
     # --- requests come and go ------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float) -> list[Event]:
-        """Queue a request.
+    def add(self, request: Request, now: float, *, promised_tokens: int = 0) -> list[Event]:
+        """Queue a request. `promised_tokens` of its prompt will be cached when its turn comes.
 
         Raises `RequestTooLargeError` when it could never fit, `OverloadedError` when the queue is full and
         `InvalidRequestError` for an id in use. Then nothing has changed.
         """
         max_tokens = resolve_max_tokens(request, self.config)
-        queued = self._life.enqueue(request, max_tokens, self.cached_tokens_of(request), now)
+        cached = self.cached_tokens_of(request)
+        queued = self._life.enqueue(request, max_tokens, cached, max(cached, promised_tokens), now)
         self._tell_load()
         return [queued]
 
@@ -249,6 +250,11 @@ class Scheduler:
     def runs(self, request_id: str) -> bool:
         """Whether this request is here and has not ended."""
         return request_id in self._life.groups
+
+    def awaits_first_token(self, request_id: str) -> bool:
+        """Whether this request is here and its prompt has yet to be computed."""
+        group = self._life.groups.get(request_id)
+        return group is not None and group.first_token_at is None
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""

@@ -81,7 +81,11 @@ class SimulatedWorker:
             seconds = self._seconds(step)
             self.busy_seconds += seconds
             result = StepResult(
-                step_id=step.step_id, epoch=step.epoch, token_ids=self._tokens[: step.num_samples], step_seconds=seconds
+                step_id=step.step_id,
+                epoch=step.epoch,
+                token_ids=self._tokens[: step.num_samples],
+                step_seconds=seconds,
+                parts_seconds={"swap": step.link_seconds},
             )
             if step.num_samples:
                 self._on_steps(seconds, 1, step.num_samples)
