@@ -14,6 +14,7 @@ from octavo.cluster.cli.chat import chat
 from octavo.cluster.cli.console import JsonOption, print_json
 from octavo.cluster.cli.generate import generate
 from octavo.cluster.cli.serve import serve
+from octavo.cluster.cli.simulate import simulate
 
 # What decides how a run behaves; named by `octavo version` so that a report can be acted on.
 REPORTED_PACKAGES = ("torch", "transformers", "ray", "grpcio", "numba", "triton", "numpy")
@@ -61,7 +62,7 @@ def _options(
     pass
 
 
-for command in (serve, batch, generate, chat, version):
+for command in (serve, batch, generate, chat, simulate, version):
     app.command()(command)
 
 
