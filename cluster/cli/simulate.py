@@ -1,4 +1,4 @@
-"""`octavo simulate`: a trace through a fleet that does not exist, with the scheduler and router that run in production."""
+"""`octavo simulate`: a trace through a fleet that does not exist, with the scheduler and router of production."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from octavo.cluster.simulator.report import Summary
     from octavo.cluster.simulator.traces import Trace
 
-SWEPT = ("block-size", "budget", "workers", "policy")
+SWEPT = {
+    "block-size": "block_size",
+    "budget": "max_num_batched_tokens",
+    "workers": "num_workers",
+    "policy": "policy",
+}
+"""Name on the command line -> field of `FleetConfig`."""
 RUNS_MAX = 200
 """Of one `--sweep`."""
 
@@ -120,16 +126,10 @@ def _choices(sweep: Sequence[str]) -> list[dict[str, Any]]:
     """All combinations of what is swept, as fields of `FleetConfig`."""
     from octavo.protos.errors import ConfigError
 
-    fields = {
-        "block-size": "block_size",
-        "budget": "max_num_batched_tokens",
-        "workers": "num_workers",
-        "policy": "policy",
-    }
     axes: list[list[tuple[str, Any]]] = []
     for text in sweep:
         name, _, values = text.partition("=")
-        if name not in fields or not values:
+        if name not in SWEPT or not values:
             raise ConfigError(
                 f"sweep must be NAME=A,B,... with NAME one of {', '.join(SWEPT)}, got {text!r}", param="sweep"
             )
@@ -139,7 +139,7 @@ def _choices(sweep: Sequence[str]) -> list[dict[str, Any]]:
             raise ConfigError(
                 f"sweep over {name} takes whole numbers, got {values!r}", param="sweep"
             ) from None
-        axes.append([(fields[name], value) for value in parsed])
+        axes.append([(SWEPT[name], value) for value in parsed])
     choices = [dict(pairs) for pairs in product(*axes)]
     if len(choices) > RUNS_MAX:
         raise ConfigError(f"the sweep has {len(choices)} runs; the limit is {RUNS_MAX}", param="sweep")
@@ -170,12 +170,13 @@ def _print(summaries: Sequence[Summary]) -> None:
     first = summaries[0]
     speed = "speeds computed from data sheets" if first.device_source == "roofline" else "speeds measured"
     print(f"{first.trace}: {first.requests} requests on workers of {first.device} ({speed})")
-    table = Table(box=None, pad_edge=False)
-    for _, heading, _ in SHOWN:
-        table.add_column(heading, justify="right")
-    for row in rows(summaries):
-        table.add_row(*row)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    # A column a run: as many as there are, they are read side by side.
+    for _ in range(len(summaries) + 1):
+        table.add_column(justify="right", no_wrap=True)
+    for (_, heading, _), *cells in zip(SHOWN, *rows(summaries), strict=True):
+        table.add_row(heading, *cells)
     console = Console()
-    console.print(table, width=max(console.width, 150) if not console.is_terminal else None)
+    console.print(table, width=None if console.is_terminal else 20 + 16 * (len(summaries) + 1))
     if refused := max(one.refused for one in summaries):
         print(f"{refused} requests were refused: longer than --max-model-len or than a worker's pool.")

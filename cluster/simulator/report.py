@@ -133,24 +133,24 @@ def _weighted_quantile(values: Sequence[float], weights: Sequence[float], share:
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("workers", "workers", "d"),
     ("policy", "policy", ""),
-    ("block_size", "block", "d"),
+    ("block_size", "block size", "d"),
     ("max_num_batched_tokens", "budget", "d"),
     ("ttft_mean", "TTFT mean s", ".3f"),
-    ("ttft_p99", "p99 s", ".2f"),
+    ("ttft_p99", "TTFT p99 s", ".2f"),
     ("itl_mean", "ITL mean s", ".4f"),
-    ("itl_p99", "p99 s", ".4f"),
+    ("itl_p99", "ITL p99 s", ".4f"),
     ("slo_share", "in SLO", ".1%"),
-    ("goodput_requests_per_second", "good req/s", ".2f"),
-    ("output_tokens_per_second", "out tok/s", ".0f"),
-    ("hit_rate", "hits", ".1%"),
-    ("preemptions", "preempt.", "d"),
-    ("waste", "waste", ".2%"),
+    ("goodput_requests_per_second", "good requests/s", ".2f"),
+    ("output_tokens_per_second", "output tokens/s", ".0f"),
+    ("hit_rate", "cache hits", ".1%"),
+    ("preemptions", "preemptions", "d"),
+    ("waste", "block waste", ".2%"),
     ("utilisation", "busy", ".0%"),
-    ("dollars_per_million_tokens", "$/M tok", ".3f"),
+    ("dollars_per_million_tokens", "$/M tokens", ".3f"),
 )
 """Field, heading and format of the table that people read."""
 
 
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Cells of the table, a row a run."""
+    """Cells of the table, a list a run."""
     return [[format(getattr(one, name), style) for name, _, style in SHOWN] for one in summaries]
