@@ -56,8 +56,10 @@ protos: venv
 golden: venv
 	$(BIN)/python tests/make_golden.py $(ARGS)
 
+# The serving workloads need GSM8K's test set, which is not shipped: OCTAVO_GSM8K=FILE. PEERS=1 runs other engines
+# on them, too, each in an environment that it makes for itself (gigabytes), and prints ratios.
 bench: venv
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@$(BIN)/python benchmarks/all.py $(if $(PEERS),--peers) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.kernels.cpu.products import accumulate
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.tiles import accumulate, score_block
+from octavo.kernels.cpu.tiles import score_block
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 GROUP = HEADS // KV_HEADS
@@ -72,7 +73,16 @@ def products(
                     scores[:] = 0.0
                     accumulate(tile, (k, k_at, k_strides[3]), result, rows, BLOCK_SIZE, HEAD_DIM)
                 else:
-                    score_block(tile, (k, k_at, k_strides[2]), result, rows, BLOCK_SIZE, HEAD_DIM, transposed)
+                    score_block(
+                        tile,
+                        (k, k_at, k_strides[2]),
+                        result,
+                        rows,
+                        BLOCK_SIZE,
+                        HEAD_DIM,
+                        transposed,
+                        (k, k_at),
+                    )
                 values = (v, block * v_strides[0] + head * v_strides[1], v_strides[2])
                 accumulate(result, values, (output, at, HEAD_DIM), rows, HEAD_DIM, BLOCK_SIZE)
 

@@ -1,6 +1,6 @@
 """What the prefix tree costs when nothing is shared: CPU time of the scheduler with and without it.
 
-    python benchmarks/prefix_tree_cost.py [--requests 256] [--rounds 15]
+    python benchmarks/prefix_tree_cost.py [--requests 256] [--output-tokens 256] [--rounds 15]
 
 `--requests` requests of distinct prompts run to their end, admission included. Two figures: the share of all plan and
 commit time that is spent in the tree's calls (finding a prefix, entering blocks, forgetting them), which a busy machine
@@ -21,7 +21,7 @@ from octavo.protos.types import Request, SamplingParams, StepResult
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 128, 256
+PROMPT_TOKENS = 128
 
 
 class Stopwatch:
@@ -43,10 +43,10 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def seconds_per_step(prefix_cache: bool, requests: int) -> tuple[float, float]:
+def seconds_per_step(prefix_cache: bool, requests: int, output_tokens: int) -> tuple[float, float]:
     """Of scheduler time, and of that in the tree's calls."""
     config = SchedulerConfig(
-        num_blocks=requests * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16 + requests,
+        num_blocks=requests * (PROMPT_TOKENS + output_tokens) // 16 + requests,
         max_num_seqs=requests,
         max_num_batched_tokens=2048,
         prefix_cache=prefix_cache,
@@ -61,7 +61,7 @@ def seconds_per_step(prefix_cache: bool, requests: int) -> tuple[float, float]:
         watch.wrap(owner, name)
     for i in range(requests):
         prompt = np.arange(i * 1000, i * 1000 + PROMPT_TOKENS, dtype=np.int32)
-        params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0)
+        params = SamplingParams(max_tokens=output_tokens, temperature=0)
         scheduler.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params, seed=0), 0.0)
     spent, steps = 0.0, 0
     gc.collect()
@@ -87,13 +87,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     found: dict[bool, list[float]] = {True: [], False: []}
     shares: dict[bool, list[float]] = {True: [], False: []}
     for number in range(args.rounds):
         for prefix_cache in (True, False) if number % 2 else (False, True):
-            total, in_tree = seconds_per_step(prefix_cache, args.requests)
+            total, in_tree = seconds_per_step(prefix_cache, args.requests, args.output_tokens)
             found[prefix_cache].append(total)
             shares[prefix_cache].append(in_tree / total)
     ratios = sorted(a / b for a, b in zip(found[True], found[False], strict=True))

@@ -1,7 +1,8 @@
 """The ingress's side of the request stream: a `Backend` whose work happens at the coordinator.
 
 Owns one stream for the whole process, which carries every request, and finds the coordinator again after it was
-restarted. Knows nothing of HTTP, and of Ray only what the `find` callable hides. All on one asyncio loop.
+restarted. Its requests survive that: each is resumed over the new stream from what its caller has got. Knows
+nothing of HTTP, and of Ray only what the `find` callable hides. All on one asyncio loop.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_servicer import decode_health
+from octavo.cluster.delivered import Delivered
 from octavo.cluster.forking import TokensSoFar
 from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
-from octavo.protos.errors import InvalidRequestError, OctavoError, ProtocolError, UnavailableError
+from octavo.protos.errors import (
+    IntegrityError,
+    InvalidRequestError,
+    OctavoError,
+    ProtocolError,
+    UnavailableError,
+)
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 logger = logging.getLogger(__name__)
@@ -28,11 +38,26 @@ RECONNECT_SECONDS_MIN = 0.05
 RECONNECT_SECONDS_MAX = 2.0
 CONNECT_WAIT_SECONDS = 5.0
 """A request that comes while the stream is down waits so long for it before it is refused."""
+RESUME_WAIT_SECONDS = 60.0
+"""Requests that run outlive a lost coordinator for so long; then they end with an error."""
+_OWN_FAULT = (grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""The coordinator ended the stream because of this ingress: it was replaced, or does not read. No use in going on."""
 
 FindCoordinator = Callable[[], Awaitable[str]]
 """Where the coordinator is now, "host:port". May raise anything while there is none."""
 
 _Item = OutputDelta | OctavoError
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One unfinished request."""
+
+    so_far: Delivered
+    replies: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
+    """Bounded by the outputs that the request may have."""
+    stopping: set[int] = field(default_factory=set)
+    """Branches whose text is complete; a coordinator that is lost may not have heard."""
 
 
 class GrpcBackend:
@@ -45,14 +70,19 @@ class GrpcBackend:
         *,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
         deadline_seconds: float = wire.RPC_DEADLINE_SECONDS,
+        resume_wait_seconds: float = RESUME_WAIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self._find = find
         self._keepalive_seconds = keepalive_seconds
         self._deadline_seconds = deadline_seconds
         self._ingress_id = uuid.uuid4().hex
-        self._replies: dict[str, asyncio.Queue[_Item]] = {}
-        """One queue for each unfinished request; bounded by the outputs it may have."""
+        self._resume_wait_seconds = resume_wait_seconds
+        self._clock = clock
+        self._lost_at = clock()
+        self._calls: dict[str, _Call] = {}
+        """By request id, in order of arrival. One that has its terminal reply is not in it."""
         self._commands: asyncio.Queue[coordinator_pb2.ServeRequest] | None = None
         """Of the stream that is up."""
         self._stub: coordinator_pb2_grpc.CoordinatorServiceStub | None = None
@@ -64,27 +94,28 @@ class GrpcBackend:
     # --- Backend -------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncIterator[OutputDelta]:
-        """See `Backend.submit`. A lost coordinator is an `UnavailableError`, also in mid-stream."""
+        """See `Backend.submit`. A lost coordinator is a pause; one that does not come back in `resume_wait_seconds` an
+        `UnavailableError`."""
         request_id = request.request_id
-        if request_id in self._replies:
+        if request_id in self._calls:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         commands = await self._stream()
-        replies: asyncio.Queue[_Item] = asyncio.Queue()
-        self._replies[request_id] = replies
+        call = self._calls[request_id] = _Call(Delivered(request, self._clock()))
         commands.put_nowait(coordinator_pb2.ServeRequest(submit=codec.encode_request(request)))
-        ended = False
         try:
-            while not ended:
-                item = await replies.get()
+            while True:
+                item = await call.replies.get()
                 if isinstance(item, OctavoError):
-                    ended = True
                     raise item
-                ended = item.request_finished
                 yield item
+                if item.request_finished:
+                    return
         finally:
-            self._replies.pop(request_id, None)
-            if not ended and commands is self._commands:
-                commands.put_nowait(_abort(request_id, "the caller left"))
+            # Still there: the caller left before the end.
+            if self._calls.get(request_id) is call:
+                del self._calls[request_id]
+                if self._commands is not None:
+                    self._commands.put_nowait(_abort(request_id, "the caller left"))
 
     async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """See `Backend.tokens`. Raises `UnavailableError` while the coordinator cannot be asked."""
@@ -103,15 +134,22 @@ class GrpcBackend:
         )
 
     def stop_branch(self, request_id: str, branch: int) -> None:
-        """See `Backend.stop_branch`. While the stream is down its requests have ended anyway."""
-        if self._commands is not None and request_id in self._replies:
-            self._commands.put_nowait(_abort(request_id, "a stop string was met", branch))
+        """See `Backend.stop_branch`. While the stream is down it is remembered."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.stopping.add(branch)
+        if self._commands is not None:
+            self._commands.put_nowait(_stop(request_id, branch))
 
     async def health(self) -> HealthReport:
         """LOADING before the coordinator was first found, DEAD while it cannot be asked."""
         if self._stub is None:
             status = HealthStatus.DEAD if self._was_up else HealthStatus.LOADING
-            return HealthReport(status=status, detail="the coordinator cannot be reached")
+            return HealthReport(
+                status=status,
+                detail=f"the coordinator cannot be reached; {len(self._calls)} requests wait for it",
+            )
         try:
             return decode_health(
                 await self._stub.GetHealth(coordinator_pb2.GetHealthRequest(), timeout=self._deadline_seconds)
@@ -158,6 +196,7 @@ class GrpcBackend:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        self._fail_all(UnavailableError("this ingress shuts down"))
 
     async def _stream(self) -> asyncio.Queue[coordinator_pb2.ServeRequest]:
         if self._commands is None:
@@ -178,6 +217,10 @@ class GrpcBackend:
             except Exception as error:
                 # `find` asks a cluster that may be in any state; what matters is to ask again.
                 logger.warning("no coordinator found: %s: %s", type(error).__name__, error)
+            if self._clock() - self._lost_at > self._resume_wait_seconds:
+                self._fail_all(
+                    UnavailableError(f"the coordinator did not come back in {self._resume_wait_seconds:g} s")
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, RECONNECT_SECONDS_MAX)
 
@@ -200,6 +243,7 @@ class GrpcBackend:
             call = stub.Serve(_drain(commands))
             try:
                 await self._check_hello(address, call)
+                self._resume_all(commands)
                 self._stub, self._commands = stub, commands
                 self._was_up = was_up = True
                 self._up.set()
@@ -207,11 +251,14 @@ class GrpcBackend:
                     self._dispatch(response)
             except grpc.aio.AioRpcError as error:
                 reason = f"the coordinator is lost: {error.details() or error.code().name}"
+                if error.code() in _OWN_FAULT:
+                    self._fail_all(UnavailableError(reason))
             finally:
                 self._up.clear()
                 self._stub = self._commands = None
+                if was_up:
+                    self._lost_at = self._clock()
                 call.cancel()
-                self._fail_all(UnavailableError(reason))
         if not was_up:
             raise UnavailableError(reason)
         logger.warning("stream to the coordinator at %s ended: %s", address, reason)
@@ -240,20 +287,53 @@ class GrpcBackend:
         event = response.WhichOneof("event")
         if event == "outputs":
             for message in response.outputs.deltas:
-                replies = self._replies.get(message.request_id)
+                call = self._calls.get(message.request_id)
                 # Outputs that were under way when the caller left.
-                if replies is not None:
-                    replies.put_nowait(codec.decode_delta(message))
+                if call is not None:
+                    self._take(call, codec.decode_delta(message))
         elif event == "rejection":
-            replies = self._replies.get(response.rejection.request_id)
-            if replies is not None:
-                replies.put_nowait(codec.decode_error(response.rejection.error))
+            self._end(response.rejection.request_id, codec.decode_error(response.rejection.error))
         else:
             raise ProtocolError(f"unexpected {event} from the coordinator")
 
+    def _take(self, call: _Call, delta: OutputDelta) -> None:
+        try:
+            call.so_far.take(delta)
+        except IntegrityError as error:
+            self._end(delta.request_id, error)
+            if self._commands is not None:
+                self._commands.put_nowait(_abort(delta.request_id, error.message))
+            return
+        if delta.request_finished:
+            self._end(delta.request_id, delta)
+        else:
+            call.replies.put_nowait(delta)
+
+    def _end(self, request_id: str, reply: _Item) -> None:
+        """The terminal reply of a request, unless it has had one."""
+        call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.replies.put_nowait(reply)
+
+    def _resume_all(self, commands: asyncio.Queue[coordinator_pb2.ServeRequest]) -> None:
+        """Tell a new stream of all that runs. Whatever the coordinator of the old one had made of it is void."""
+        now = self._clock()
+        for request_id, call in self._calls.items():
+            resume = codec.encode_resume(call.so_far.request, call.so_far.resume(now))
+            commands.put_nowait(coordinator_pb2.ServeRequest(resume=resume))
+            for branch in sorted(call.stopping):
+                if not call.so_far.has_ended(branch):
+                    commands.put_nowait(_stop(request_id, branch))
+        if self._calls:
+            logger.warning("%d requests go on over a new stream", len(self._calls))
+
     def _fail_all(self, error: OctavoError) -> None:
-        for replies in self._replies.values():
-            replies.put_nowait(error)
+        for request_id in list(self._calls):
+            self._end(request_id, error)
+
+
+def _stop(request_id: str, branch: int) -> coordinator_pb2.ServeRequest:
+    return _abort(request_id, "a stop string was met", branch)
 
 
 def _abort(request_id: str, reason: str, branch: int | None = None) -> coordinator_pb2.ServeRequest:

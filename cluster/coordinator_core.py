@@ -1,9 +1,9 @@
 """Routes requests to workers and outputs to ingresses: the coordinator without Ray and without gRPC servers.
 
-Owns who is unfinished, where it runs and whom it answers; every accepted request gets exactly one terminal
-reply. Plain asyncio on one loop; nothing here waits for a worker or an ingress. Workers announce themselves
-until somebody attaches, so that this process may be restarted at any time: whoever comes to life first, the
-others find it.
+Owns which worker runs what. Plain asyncio on one loop; nothing here waits for a worker or an ingress. Workers
+announce themselves until somebody attaches, and ingresses resume what they have open, so that this process may be
+restarted at any time: whoever comes to life first, the others find it. A worker that is lost takes no request along:
+each goes on elsewhere from what its caller has got (`delivered.py`), or waits here for a worker.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.protos.errors import (
     ConfigError,
@@ -27,7 +28,7 @@ from octavo.protos.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from octavo.protos.types import ModelInfo, OutputDelta, Request, WorkerInfo
+from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 UNFINISHED_REQUESTS_MAX = 8192
 """All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
+LOSSES_MAX = 3
+"""Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
+SETTLE_SECONDS = 1.0
+"""After the first worker has joined: requests that wait go to all that join in this time, not all to the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,8 @@ class CoordinatorConfig:
     unfinished_requests_max: int = UNFINISHED_REQUESTS_MAX
     lease_seconds: float | None = None
     """How long a worker may be silent; None: by its device."""
+    worker_wait_seconds: float = 120.0
+    """How long accepted requests wait for a worker while there is none: a lost one must load again."""
     seed: int = 0
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
@@ -62,13 +69,12 @@ class CoordinatorConfig:
                 f"unfinished_requests_max must be at least 1, got {self.unfinished_requests_max}",
                 param="unfinished_requests_max",
             )
+        if not self.worker_wait_seconds > 0:
+            raise ConfigError(
+                f"worker_wait_seconds must be above 0, got {self.worker_wait_seconds}",
+                param="worker_wait_seconds",
+            )
         check_policy(self.router_policy)
-
-
-class IngressSink(Protocol):
-    """Where outputs of one ingress go. Calls must not wait."""
-
-    def push(self, deltas: list[OutputDelta]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -81,14 +87,6 @@ class _Slot:
     ever_served: bool = False
     detail: str = "not joined yet"
     num_losses: int = 0
-
-
-@dataclass(slots=True)
-class _Open:
-    """One unfinished request."""
-
-    sink: IngressSink
-    link: WorkerLink
 
 
 class CoordinatorCore:
@@ -109,14 +107,16 @@ class CoordinatorCore:
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: _Slot() for worker_id in config.worker_ids}
-        self._open: dict[str, _Open] = {}
+        self._requests = OpenRequests(clock)
         self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._settled = False
+        """Whether the workers that joined after there was none may get what waits."""
+        self._num_moved = 0
+        self._waiting: dict[OpenRequest, asyncio.TimerHandle] = {}
+        """Accepted, and on no worker; bounded as all unfinished requests are. Each with what ends its wait."""
         self._lost_counts: dict[str, Any] | None = None
         """What the schedulers of lost workers had counted."""
-        self._counts = dict.fromkeys(("submitted", "rejected", "finished", "failed", "aborted"), 0)
 
     # --- workers -------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class CoordinatorCore:
             address,
             self._epoch,
             make_scheduler=self._make_scheduler,
-            deliver=self._deliver,
+            deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
         )
@@ -177,15 +177,68 @@ class CoordinatorCore:
         slot = self._slots[info.worker_id]
         slot.ever_served = True
         slot.detail = ""
+        loop = asyncio.get_running_loop()
+        if not self._serving():
+            self._settled = False
+            loop.call_later(SETTLE_SECONDS, self._settle)
+        # Once this returns the link serves.
+        loop.call_soon(self._place_waiting)
         options = dict(self.config.scheduler_options)
         return Scheduler(scheduler_config(info, epoch, options), StepTimeModel.of_worker(info))
 
     def _on_lost(self, link: WorkerLink, error: OctavoError) -> None:
-        """What becomes of a lost worker's requests: they fail. Moving them to another worker begins here, with
-        the prompt and the tokens so far of each in `link.scheduler`."""
+        """The requests of a lost worker go on elsewhere."""
         if not isinstance(error, WorkerLostError):
             error = WorkerLostError(f"worker {link.worker_id}: {error.message}")
-        self._deliver(link.fail_all(error))
+        for entry in self._requests:
+            if entry.link is not link:
+                continue
+            entry.on_loss()
+            if entry.num_losses > LOSSES_MAX:
+                self._requests.fail(entry, error)
+            else:
+                self._num_moved += 1
+                self._let_wait(entry)
+        self._place_waiting()
+
+    def _let_wait(self, entry: OpenRequest) -> None:
+        """Until a worker has taken it, or for so long that it ends with an error."""
+        self._waiting[entry] = asyncio.get_running_loop().call_later(
+            self.config.worker_wait_seconds, self._expire, entry
+        )
+
+    def _expire(self, entry: OpenRequest) -> None:
+        del self._waiting[entry]
+        self._requests.fail(
+            entry, UnavailableError(f"no worker came back within {self.config.worker_wait_seconds:g} s")
+        )
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Give what waits to the workers that serve, unless more of them are about to join."""
+        serving = {link.worker_id: link for link in self._serving()}
+        if not serving or not (self._settled or len(serving) == len(self._slots)):
+            return
+        schedulers = {worker_id: link.scheduler for worker_id, link in serving.items()}
+        now = self._clock()
+        for entry, expiry in self._waiting.items():
+            expiry.cancel()
+            if self._requests.get(entry.request.request_id) is not entry:
+                continue
+            try:
+                resume = entry.so_far.resume(now)
+                self._check_ids(entry.request, resume)
+                worker_id, _ = self._router.route(entry.request, schedulers, now, resume)
+            except OctavoError as error:
+                self._requests.fail(entry, error)
+                continue
+            entry.link = serving[worker_id]
+        self._waiting.clear()
+        for link in serving.values():
+            link.wake()
 
     def _keep_counts(self, link: WorkerLink) -> None:
         if link.attached_once:
@@ -204,84 +257,90 @@ class CoordinatorCore:
         """
         try:
             self._check(request)
+            self._check_ids(request, Resume())
             serving = {link.worker_id: link for link in self._serving()}
             schedulers = {worker_id: link.scheduler for worker_id, link in serving.items()}
             worker_id, _ = self._router.route(request, schedulers, self._clock())
         except OctavoError:
-            self._counts["rejected"] += 1
+            self._requests.counts["rejected"] += 1
             raise
-        self._counts["submitted"] += 1
-        self._open[request.request_id] = _Open(sink, serving[worker_id])
-        self._idle.clear()
+        self._requests.open(request, sink).link = serving[worker_id]
         serving[worker_id].wake()
 
-    def _check(self, request: Request) -> None:
+    def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
+        """Go on with a request that was accepted before, by whoever was coordinator then. It may wait for a worker.
+
+        Raises as `submit`, but never for load.
+        """
+        try:
+            self._check_open(request)
+        except OctavoError:
+            self._requests.counts["rejected"] += 1
+            raise
+        self._num_moved += 1
+        self._let_wait(self._requests.open(request, sink, resume))
+        self._place_waiting()
+
+    def _check_open(self, request: Request) -> None:
         if self._draining:
             raise UnavailableError("the server is shutting down and takes no new requests")
-        if request.request_id in self._open:
+        if self._requests.get(request.request_id) is not None:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+
+    def _check(self, request: Request) -> None:
+        self._check_open(request)
         if not self._serving():
             raise UnavailableError("no worker is ready; try again in a few seconds")
-        if len(self._open) >= self.config.unfinished_requests_max:
+        if len(self._requests) >= self.config.unfinished_requests_max:
             raise OverloadedError(
-                f"{len(self._open)} requests are unfinished; the limit is {self.config.unfinished_requests_max}",
+                f"{len(self._requests)} requests are unfinished; the limit is "
+                f"{self.config.unfinished_requests_max}",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
+
+    def _check_ids(self, request: Request, resume: Resume) -> None:
+        """The front door checks this too; a worker must never see an id outside its embedding."""
         assert self.model is not None, "a serving worker has said which"
-        # The front door checks this too; a worker must never see an id outside its embedding.
         vocab_size = self.model.vocab_size
         request.params.check_vocab(vocab_size)
-        prompt = request.prompt_token_ids
-        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+        known = [request.prompt_token_ids, *(branch.token_ids for branch in resume.branches)]
+        if any(((token_ids < 0) | (token_ids >= vocab_size)).any() for token_ids in known):
             raise InvalidRequestError(f"prompt token ids must be in [0, {vocab_size - 1}]", param="prompt")
 
     def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """Where one branch of an unfinished request stands, for any ingress: who knows an id may go on from it.
 
-        Raises `NotFoundError` and `InvalidRequestError` as `Backend.tokens`.
+        Raises as `Backend.tokens`, and `UnavailableError` while the request waits for a worker.
         """
-        entry = self._open.get(request_id)
+        entry = self._requests.get(request_id)
         if entry is None:
             raise not_running(request_id)
+        if entry.link is None:
+            raise UnavailableError(f"request {request_id!r} waits for a worker; try again in a few seconds")
         return entry.link.tokens(request_id, branch)
 
     def abort(self, request_id: str, sink: IngressSink) -> None:
         """End a request of `sink` without a reply. One that has ended, or is another's, is left alone."""
-        entry = self._open.get(request_id)
-        if entry is None or entry.sink is not sink:
-            return
-        self._close(request_id, "aborted")
-        entry.link.abort(request_id)
+        entry = self._requests.get(request_id)
+        if entry is not None and entry.sink is sink:
+            self._requests.abort(entry)
 
     def stop_branch(self, request_id: str, branch: int, sink: IngressSink) -> None:
         """End one branch of a request of `sink`, whose text is complete; `sink` gets that branch's last delta. One
         that has ended, or is another's, is left alone."""
-        entry = self._open.get(request_id)
-        if entry is not None and entry.sink is sink:
-            self._deliver(entry.link.stop_branch(request_id, branch))
+        entry = self._requests.get(request_id)
+        if entry is None or entry.sink is not sink:
+            return
+        if entry.link is not None:
+            self._requests.deliver(entry.link.stop_branch(request_id, branch), entry.link)
+        elif entry.so_far.num_outputs:
+            self._requests.deliver(entry.so_far.end(FinishReason.STOP, self._clock(), branch=branch), None)
 
     def detach(self, sink: IngressSink) -> None:
         """The ingress is gone: end all its requests."""
-        for request_id in [key for key, entry in self._open.items() if entry.sink is sink]:
-            self.abort(request_id, sink)
-
-    def _deliver(self, deltas: list[OutputDelta]) -> None:
-        batches: dict[int, tuple[IngressSink, list[OutputDelta]]] = {}
-        for delta in deltas:
-            entry = self._open.get(delta.request_id)
-            if entry is None:
-                continue
-            batches.setdefault(id(entry.sink), (entry.sink, []))[1].append(delta)
-            if delta.request_finished:
-                self._close(delta.request_id, "finished" if delta.error is None else "failed")
-        for sink, batch in batches.values():
-            sink.push(batch)
-
-    def _close(self, request_id: str, outcome: str) -> None:
-        del self._open[request_id]
-        self._counts[outcome] += 1
-        if not self._open:
-            self._idle.set()
+        for entry in self._requests:
+            if entry.sink is sink:
+                self._requests.abort(entry)
 
     # --- life ----------------------------------------------------------------------------------------------
 
@@ -292,13 +351,12 @@ class CoordinatorCore:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_seconds)
+            await asyncio.wait_for(self._requests.idle.wait(), grace_seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            logger.warning("%d requests did not finish within %g s", len(self._open), grace_seconds)
-        left = len(self._open)
-        for slot in self._slots.values():
-            if slot.link is not None:
-                self._deliver(slot.link.fail_all(UnavailableError("the server shut down")))
+            logger.warning("%d requests did not finish within %g s", len(self._requests), grace_seconds)
+        left = len(self._requests)
+        for entry in self._requests:
+            self._requests.fail(entry, UnavailableError("the server shut down"))
         return left
 
     async def close(self) -> None:
@@ -307,21 +365,28 @@ class CoordinatorCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for expiry in self._waiting.values():
+            expiry.cancel()
 
     # --- what can be asked ---------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._open)
+        return len(self._requests)
 
     def health(self) -> HealthReport:
         """Never waits for anything."""
         workers = [self._worker_health(worker_id, slot) for worker_id, slot in self._slots.items()]
         ready = sum(worker["status"] == HealthStatus.READY.value for worker in workers)
-        detail = "" if ready == len(workers) else f"{ready} of {len(workers)} workers serve"
+        missing = ", ".join(
+            f"{worker['worker_id']} {worker['status']}"
+            for worker in workers
+            if worker["status"] != HealthStatus.READY.value
+        )
+        detail = f"{ready} of {len(workers)} workers serve: {missing}" if missing else ""
         if self._draining:
             status = HealthStatus.DRAINING
-            detail = f"shutting down, {len(self._open)} requests left"
+            detail = f"shutting down, {len(self._requests)} requests left"
         elif ready == len(workers):
             status = HealthStatus.READY
         elif ready:
@@ -352,8 +417,10 @@ class CoordinatorCore:
         lost = [] if self._lost_counts is None else [self._lost_counts]
         return {
             **total(workers.values(), lost),
-            "requests": dict(self._counts),
-            "unfinished": len(self._open),
+            "requests": dict(self._requests.counts),
+            "unfinished": len(self._requests),
+            "moved": self._num_moved,
+            "without_worker": sum(entry.link is None for entry in self._requests),
             "workers": workers,
         }
 

@@ -202,8 +202,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def _read(self, ingress: _Ingress, context: grpc.aio.ServicerContext) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             command = message.WhichOneof("command")
-            if command == "submit":
-                self._submit(ingress, message)
+            if command in ("submit", "resume"):
+                self._open(ingress, message)
             elif command == "abort":
                 if message.abort.HasField("branch"):
                     self._core.stop_branch(message.abort.request_id, message.abort.branch, ingress)
@@ -214,11 +214,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     grpc.StatusCode.INVALID_ARGUMENT, f"unexpected {command} on a request stream"
                 )
 
-    def _submit(self, ingress: _Ingress, message: coordinator_pb2.ServeRequest) -> None:
+    def _open(self, ingress: _Ingress, message: coordinator_pb2.ServeRequest) -> None:
         try:
-            self._core.submit(codec.decode_request(message.submit), ingress)
+            if message.WhichOneof("command") == "submit":
+                request_id = message.submit.request_id
+                self._core.submit(codec.decode_request(message.submit), ingress)
+            else:
+                request_id = message.resume.request.request_id
+                self._core.resume(*codec.decode_resume(message.resume), ingress)
         except OctavoError as error:
-            ingress.reject(message.submit.request_id, error)
+            ingress.reject(request_id, error)
 
 
 class CoordinatorServer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.protos.errors import OctavoError, RequestFailedError
+from octavo.protos.errors import OctavoError, RequestFailedError, revive
 from octavo.protos.types import FinishReason, OutputDelta, RequestMetrics, TokenLogprobs
 from octavo.scheduler.events import Event, Finished, TokensOut
 
@@ -55,7 +55,8 @@ def _delta(request_id: str, branch: int, found: _Branch, error: OctavoError | No
     end = found.finished
     message = name = None
     if end is not None and end.reason is FinishReason.ERROR:
-        error = error if end.error is None else RequestFailedError(end.error)
+        if end.error is not None:
+            error = revive(end.error_name or RequestFailedError.__name__, end.error)
         error = error or RequestFailedError("the request failed")
         message, name = error.message, type(error).__name__
     return OutputDelta(

@@ -150,6 +150,7 @@ class EngineLoop:
             # While any of these runs the loop turns, so none waits for long.
             while self._abandoned:
                 self._outbox += deltas_of(self._scheduler.abort(self._abandoned.popleft(), self._clock()))
+            self._outbox += deltas_of(self._scheduler.expire(self._clock()))
             plan = self._scheduler.plan(self._clock())
             outbox, self._outbox = self._outbox, deque()
         self._deliver(outbox)

@@ -18,7 +18,7 @@ from octavo.cluster.forking import TokensSoFar, parent_of
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
-from octavo.protos.types import FinishReason, OutputDelta, StepPlan, WorkerInfo
+from octavo.protos.types import OutputDelta, StepPlan, WorkerInfo
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
@@ -136,15 +136,6 @@ class WorkerLink:
         """Raises as `forking.parent_of`."""
         return TokensSoFar.of(*parent_of(self.scheduler, request_id, branch))
 
-    def fail_all(self, error: OctavoError) -> list[OutputDelta]:
-        """End every unfinished request with `error`. Their last deltas."""
-        if self._scheduler is None:
-            return []
-        events: list[Event] = []
-        for request_id in self._scheduler.unfinished():
-            events += self._scheduler.abort(request_id, self._clock(), FinishReason.ERROR)
-        return deltas_of(events, error)
-
     async def run(self) -> OctavoError:
         """Attach and serve. Returns why it ended; raises only when cancelled."""
         try:
@@ -184,6 +175,7 @@ class WorkerLink:
                 if client.error is not None:
                     self._deliver(deltas_of(events))
                     return client.error
+                events += scheduler.expire(self._clock())
                 self._fill_pipeline(client, scheduler)
                 if events:
                     # After sending: the worker's next step should not wait for our fan-out.

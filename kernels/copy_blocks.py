@@ -36,4 +36,6 @@ def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     block_elements = kv.stride(2)
     copies = block_copies.contiguous()
     grid = (copies.shape[0], kv.shape[0] * 2, triton.cdiv(block_elements, TILE_ELEMENTS))
-    copy_blocks_kernel[grid](kv, copies, kv.stride(1), block_elements, TILE=TILE_ELEMENTS, num_warps=4)
+    copy_blocks_kernel[grid](
+        kv, copies, kv.stride(1), block_elements, TILE=TILE_ELEMENTS, num_warps=4, enable_fp_fusion=False
+    )

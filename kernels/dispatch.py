@@ -83,6 +83,110 @@ def write_kv(
         _implementation(k_cache.device.type, "write_kv")(k, v, k_cache, v_cache, slot_mapping)
 
 
+def write_kv_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Rotate q in place; store k, rotated, and v in their slots; see `reference.write_kv_rope`.
+
+    q               [T, Hq, D]; k, v [T, Hkv, D]; last dimensions contiguous
+    cos, sin        float32 [T, R / 2] of the same strides, last dimension contiguous, R <= D
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], contiguous
+    slot_mapping    int64 [T], as in `write_kv`
+    """
+    _check_caches(k_cache, v_cache)
+    num_tokens, (_, num_kv_heads, _, head_dim) = q.shape[0], k_cache.shape
+    if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim) or q.shape[2] != head_dim:
+        raise ValueError(
+            f"q, k and v must be [T, heads, {head_dim}], {num_kv_heads} heads of k and v, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
+        raise ValueError("q, k and v must be contiguous in their last dimension")
+    if (
+        cos.dtype != torch.float32
+        or sin.dtype != torch.float32
+        or cos.shape != sin.shape
+        or cos.stride() != sin.stride()
+        or cos.stride(1) != 1
+        or cos.shape[0] != num_tokens
+        or 2 * cos.shape[1] > head_dim
+    ):
+        raise ValueError(
+            f"cos and sin must be float32 [{num_tokens}, at most {head_dim // 2}] of the same strides, "
+            f"got {cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
+        raise ValueError(
+            f"slot_mapping must be int64 [{num_tokens}], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+        )
+    if num_tokens:
+        _implementation(k_cache.device.type, "write_kv_rope")(
+            q, k, v, cos, sin, k_cache, v_cache, slot_mapping
+        )
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Root-mean-square norm of x, or of residual + x, which then stays in residual; see `reference.rms_norm`.
+
+    x, residual [T, H] of one dtype, last dimension contiguous; weight [H], contiguous. Returns a new [T, H].
+    """
+    if x.dim() != 2 or x.stride(1) != 1 or weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(
+            f"x must be [T, H] and weight [H], contiguous, got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1
+    ):
+        raise ValueError(
+            f"residual must match x and be contiguous in its last dimension, got {tuple(residual.shape)} "
+            f"{residual.dtype} for {tuple(x.shape)} {x.dtype}"
+        )
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.shape[0]:
+        _implementation(x.device.type, "rms_norm")(x, weight, eps, residual, out)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 * I], last dimension contiguous, gate first; see `reference.silu_mul`."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"gate_up must be [T, 2 * I], rows contiguous, got {tuple(gate_up.shape)}")
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    if gate_up.shape[0]:
+        _implementation(gate_up.device.type, "silu_mul")(gate_up, out)
+    return out
+
+
+def normalize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows over their largest magnitudes and a row 1, -1, 0, ...; see `reference.normalize_rows`. CPU only.
+
+    x float32 [T, N], N >= 2. Returns float32 [T + 1, N] and float32 [T].
+    """
+    if x.dim() != 2 or x.dtype != torch.float32 or x.shape[1] < 2:
+        raise ValueError(f"x must be float32 [T, at least 2], got {x.dtype} {tuple(x.shape)}")
+    rows, peaks = x.new_empty(x.shape[0] + 1, x.shape[1]), x.new_empty(x.shape[0])
+    _implementation(x.device.type, "normalize_rows")(x, rows, peaks)
+    return rows, peaks
+
+
+def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """x *= factors, row by row, then += bias; in place. CPU only. x float32 [T, N]; factors [T]; bias [N]."""
+    if x.dim() != 2 or not x.is_contiguous() or factors.shape != x.shape[:1]:
+        raise ValueError(f"x must be [T, N] and factors [T], got {tuple(x.shape)}, {tuple(factors.shape)}")
+    if bias is not None and bias.shape != x.shape[1:]:
+        raise ValueError(f"bias must be [{x.shape[1]}], got {tuple(bias.shape)}")
+    _implementation(x.device.type, "scale_rows")(x, factors, bias)
+
+
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """Copy whole blocks, all layers, keys and values, in place; see `reference.copy_blocks`.
 
@@ -168,3 +272,43 @@ def paged_attention(
             q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, sliding_window, softcap, out
         )
     return out
+
+
+def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Copy blocks of the pool into staging memory on the same device; see `reference.gather_blocks`. CUDA only.
+
+    kv         [num_layers, 2, num_blocks, Hkv, block_size, D], contiguous
+    block_ids  int64 [N], contiguous
+    staging    [N or more, num_layers, 2, Hkv, block_size, D], contiguous, of the same dtype
+    """
+    _check_staging(kv, block_ids, staging)
+    if block_ids.shape[0]:
+        _swap_kernels(kv).gather_blocks(kv, block_ids, staging)
+
+
+def scatter_blocks(staging: torch.Tensor, block_ids: torch.Tensor, kv: torch.Tensor) -> None:
+    """The way back of `gather_blocks`, no id twice. CUDA only."""
+    _check_staging(kv, block_ids, staging)
+    if block_ids.shape[0]:
+        _swap_kernels(kv).scatter_blocks(staging, block_ids, kv)
+
+
+def _swap_kernels(kv: torch.Tensor) -> Any:
+    if kv.device.type != "cuda":
+        raise ValueError(f"blocks on {kv.device.type} are swapped without staging")
+    return import_module("octavo.kernels.swap_blocks")
+
+
+def _check_staging(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    expected = (*kv.shape[:2], *kv.shape[3:])
+    if kv.dim() != 6 or staging.shape[1:] != expected or staging.dtype != kv.dtype:
+        raise ValueError(
+            f"staging must be {kv.dtype} [N, {', '.join(map(str, expected))}], got {staging.dtype} "
+            f"{tuple(staging.shape)}"
+        )
+    if not (kv.is_contiguous() and staging.is_contiguous()):
+        raise ValueError("kv and staging must be contiguous")
+    if block_ids.dtype != torch.int64 or block_ids.dim() != 1 or block_ids.shape[0] > staging.shape[0]:
+        raise ValueError(
+            f"block_ids must be int64 and at most {staging.shape[0]}, got {block_ids.dtype} {tuple(block_ids.shape)}"
+        )

@@ -30,6 +30,82 @@ def write_kv(
             v_cache[slot // block_size, :, slot % block_size] = v[row].to(v_cache.dtype)
 
 
+def write_kv_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Rotate queries and keys to their positions; store the rotated keys and the values; all in place.
+
+    q               [T, Hq, D], rotated in place, padding rows too; q, k and v may be views of one [T, N] tensor
+    k, v            [T, Hkv, D], left alone
+    cos, sin        float32 [T, R / 2] of each token's position, R <= D. Of a head's first R dimensions i turns
+                    with i + R / 2 ("rotate half", as Llama); the others stay
+    k_cache,v_cache [num_blocks, Hkv, block_size, D], one layer; a rotated key is rounded once, to their dtype
+    slot_mapping    int64 [T], as in `write_kv`
+    """
+    write_kv(_rotated(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    q.copy_(_rotated(q, cos, sin))
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """float64 [T, H, D] of `heads` [T, H, D]."""
+    half = cos.shape[1]
+    first, second, rest = heads.double().split((half, half, heads.shape[2] - 2 * half), dim=2)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=2)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Divide each row by its root mean square and scale it; with `residual`, of the sum, which stays there.
+
+    x        [T, H], left alone
+    weight   [H]
+    eps      added to the mean of squares
+    residual [T, H] of x's dtype: becomes residual + x, rounded to that dtype before the norm is taken of it
+
+    Returns a new [T, H] in x's dtype.
+    """
+    if residual is not None:
+        residual.copy_(residual.double() + x.double())
+        x = residual
+    wide = x.double()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.double()).to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 * I], gate in the first half of each row. Returns a new [T, I] in its dtype."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def normalize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide each row by its largest magnitude, and add a row that makes the whole range from -1 to 1.
+
+    x  [T, N], N >= 2; a row of zeros stays so
+
+    Returns new [T + 1, N], its last row 1, -1, 0, 0, ..., and the magnitudes [T].
+    """
+    peaks = x.double().abs().amax(dim=1)
+    rows = x.double() / peaks.where(peaks > 0, 1.0)[:, None]
+    last = torch.zeros(1, x.shape[1], dtype=torch.float64)
+    last[0, 0], last[0, 1] = 1.0, -1.0
+    return torch.cat((rows, last)).to(x.dtype), peaks.to(x.dtype)
+
+
+def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """x [T, N] *= factors [T], row by row, then += bias [N]; in place."""
+    x.copy_(x.double() * factors.double()[:, None] + (0.0 if bias is None else bias.double()))
+
+
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """Copy whole blocks, all layers, keys and values, in place.
 
@@ -88,3 +164,18 @@ def paged_attention(
                 scores = softcap * torch.tanh(scores / softcap)
             out[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
     return out
+
+
+def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    """Copy blocks of the pool into staging memory, in place.
+
+    kv         [num_layers, 2, num_blocks, Hkv, block_size, D]
+    block_ids  integer [N]
+    staging    [N or more, num_layers, 2, Hkv, block_size, D]; what is past N stays
+    """
+    staging[: len(block_ids)] = kv[:, :, block_ids.long()].movedim(2, 0)
+
+
+def scatter_blocks(staging: torch.Tensor, block_ids: torch.Tensor, kv: torch.Tensor) -> None:
+    """The way back: staging[i] becomes block block_ids[i], no id twice. Shapes as in `gather_blocks`."""
+    kv[:, :, block_ids.long()] = staging[: len(block_ids)].movedim(0, 2)

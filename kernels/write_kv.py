@@ -71,4 +71,5 @@ def write_kv(
         PADDED_HEADS=triton.next_power_of_2(num_heads),
         PADDED_DIM=triton.next_power_of_2(head_dim),
         num_warps=4,
+        enable_fp_fusion=False,
     )

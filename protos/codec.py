@@ -17,6 +17,8 @@ import numpy.typing as npt
 from octavo.protos import common_pb2, coordinator_pb2, worker_pb2
 from octavo.protos.errors import OctavoError, OverloadedError, ProtocolError, revive
 from octavo.protos.types import (
+    BranchSoFar,
+    CachedPrefix,
     FinishReason,
     Int32Array,
     ModelInfo,
@@ -24,6 +26,7 @@ from octavo.protos.types import (
     OutputDelta,
     Request,
     RequestMetrics,
+    Resume,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -169,6 +172,8 @@ def _encode_request(request: Request, prompt: bytes) -> common_pb2.Request:
         adapter=request.adapter,
         use_prefix_cache=request.use_prefix_cache,
         fork_of=request.fork_of,
+        timeout_seconds=request.timeout_seconds,
+        tenant=request.tenant,
     )
 
 
@@ -188,6 +193,8 @@ def _decode_request(message: common_pb2.Request, prompt: Int32Array) -> Request:
         adapter=message.adapter,
         use_prefix_cache=message.use_prefix_cache,
         fork_of=message.fork_of,
+        timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
+        tenant=message.tenant,
     )
 
 
@@ -197,6 +204,33 @@ def encode_request(request: Request) -> common_pb2.Request:
 
 def decode_request(message: common_pb2.Request) -> Request:
     return _decode_request(message, decode_ints("prompt_token_ids", message.prompt_token_ids))
+
+
+def encode_resume(request: Request, resume: Resume) -> coordinator_pb2.ResumeRequest:
+    return coordinator_pb2.ResumeRequest(
+        request=encode_request(request),
+        branches=(
+            coordinator_pb2.BranchSoFar(
+                token_ids=encode_ints(branch.token_ids),
+                finish_reason=_REASON_TO_WIRE[branch.finish_reason] if branch.finish_reason else None,
+            )
+            for branch in resume.branches
+        ),
+        metrics=_encode_metrics(resume.metrics),
+    )
+
+
+def decode_resume(message: coordinator_pb2.ResumeRequest) -> tuple[Request, Resume]:
+    branches = tuple(
+        BranchSoFar(
+            token_ids=decode_ints("token_ids", branch.token_ids),
+            finish_reason=_decode_reason(branch.finish_reason),
+        )
+        for branch in message.branches
+    )
+    return decode_request(message.request), Resume(
+        branches=branches, metrics=_decode_metrics(message.metrics)
+    )
 
 
 # Plans and results
@@ -381,23 +415,26 @@ def decode_delta(message: coordinator_pb2.OutputDelta) -> OutputDelta:
     logprobs = decode_logprobs(message.logprobs) if message.HasField("logprobs") else ()
     if logprobs and len(logprobs) != len(token_ids):
         raise ProtocolError(f"log-probabilities for {len(logprobs)} positions beside {len(token_ids)} tokens")
-    reason = None
-    if message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
-        # A reason of a newer peer still ends the branch; which word it used is the least of it.
-        reason = _REASON_FROM_WIRE.get(message.finish_reason, FinishReason.STOP)
     return OutputDelta(
         request_id=message.request_id,
         branch=message.branch,
         offset=message.offset,
         token_ids=tuple(token_ids.tolist()),
         logprobs=logprobs,
-        finish_reason=reason,
+        finish_reason=_decode_reason(message.finish_reason),
         request_finished=message.request_finished,
         error=message.error if message.HasField("error") else None,
         error_name=message.error_name if message.HasField("error_name") else None,
         metrics=_decode_metrics(message.metrics) if message.HasField("metrics") else None,
         score=message.score if message.HasField("score") else None,
     )
+
+
+def _decode_reason(reason: common_pb2.FinishReason) -> FinishReason | None:
+    if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    # A reason of a newer peer still ends the branch; which word it used is the least of it.
+    return _REASON_FROM_WIRE.get(reason, FinishReason.STOP)
 
 
 def _encode_metrics(metrics: RequestMetrics) -> coordinator_pb2.RequestMetrics:
@@ -476,4 +513,22 @@ def decode_worker_info(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         prefill_tokens_per_second=message.prefill_tokens_per_second,
         decode_step_seconds=message.decode_step_seconds,
         host_link_bytes_per_second=message.host_link_bytes_per_second,
+    )
+
+
+def encode_cached_prefix(prefix: CachedPrefix) -> worker_pb2.CachedPrefix:
+    return worker_pb2.CachedPrefix(
+        token_ids=encode_ints(prefix.token_ids),
+        blocks=encode_ints(prefix.blocks),
+        cache_salt=prefix.cache_salt,
+        adapter=prefix.adapter,
+    )
+
+
+def decode_cached_prefix(message: worker_pb2.CachedPrefix) -> CachedPrefix:
+    return CachedPrefix(
+        token_ids=decode_ints("token_ids", message.token_ids),
+        blocks=decode_ints("blocks", message.blocks),
+        cache_salt=message.cache_salt,
+        adapter=message.adapter,
     )

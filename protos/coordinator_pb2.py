@@ -25,47 +25,51 @@ _sym_db = _symbol_database.Default()
 from octavo.protos import common_pb2 as octavo_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foctavo/protos/coordinator.proto\x12\x15octavo.coordinator.v1\x1a\x1aoctavo/protos/common.proto\"\xab\x01\n\x0cServeRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.octavo.coordinator.v1.IngressHelloH\x00\x12+\n\x06submit\x18\x02 \x01(\x0b\x32\x19.octavo.common.v1.RequestH\x00\x12-\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1c.octavo.coordinator.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xc0\x01\n\rServeResponse\x12\x38\n\x05hello\x18\x01 \x01(\x0b\x32\'.octavo.coordinator.v1.CoordinatorHelloH\x00\x12\x35\n\x07outputs\x18\x02 \x01(\x0b\x32\".octavo.coordinator.v1.OutputBatchH\x00\x12\x35\n\trejection\x18\x03 \x01(\x0b\x32 .octavo.coordinator.v1.RejectionH\x00\x42\x07\n\x05\x65vent\"<\n\x0cIngressHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ningress_id\x18\x02 \x01(\t\"\x88\x01\n\x10\x43oordinatorHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12/\n\x05model\x18\x02 \x01(\x0b\x32\x1b.octavo.common.v1.ModelInfoH\x00\x88\x01\x01\x12\x1f\n\x17unfinished_requests_max\x18\x03 \x01(\x05\x42\x08\n\x06_model\"K\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x06\x62ranch\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_branch\"A\n\x0bOutputBatch\x12\x32\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\".octavo.coordinator.v1.OutputDelta\"\xf4\x02\n\x0bOutputDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ranch\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x31\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1f.octavo.common.v1.TokenLogprobs\x12\x35\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1e.octavo.common.v1.FinishReason\x12\x18\n\x10request_finished\x18\x07 \x01(\x08\x12\x12\n\x05\x65rror\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nerror_name\x18\t \x01(\tH\x01\x88\x01\x01\x12\x36\n\x07metrics\x18\n \x01(\x0b\x32%.octavo.coordinator.v1.RequestMetrics\x12\x12\n\x05score\x18\x0b \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06_errorB\r\n\x0b_error_nameB\x08\n\x06_score\"\x9f\x01\n\x0eRequestMetrics\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\x05\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x05\"M\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetail\"6\n\x10GetTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ranch\x18\x02 \x01(\x05\"\xa6\x01\n\x11GetTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x10\n\x08uncached\x18\x06 \x01(\x08\x12,\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetail\"\x11\n\x0fGetStatsRequest\"&\n\x10GetStatsResponse\x12\x12\n\nstats_json\x18\x01 \x01(\t\"\x12\n\x10GetHealthRequest\"\x8e\x01\n\x11GetHealthResponse\x12\x33\n\x06status\x18\x01 \x01(\x0e\x32#.octavo.coordinator.v1.HealthStatus\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x34\n\x07workers\x18\x03 \x03(\x0b\x32#.octavo.coordinator.v1.WorkerHealth\"\xaf\x01\n\x0cWorkerHealth\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x33\n\x06status\x18\x02 \x01(\x0e\x32#.octavo.coordinator.v1.HealthStatus\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12 \n\x13seconds_since_heard\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05steps\x18\x05 \x01(\x04\x42\x16\n\x14_seconds_since_heard*\xb1\x01\n\x0cHealthStatus\x12\x1d\n\x19HEALTH_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15HEALTH_STATUS_LOADING\x10\x01\x12\x17\n\x13HEALTH_STATUS_READY\x10\x02\x12\x1a\n\x16HEALTH_STATUS_DEGRADED\x10\x03\x12\x1a\n\x16HEALTH_STATUS_DRAINING\x10\x04\x12\x16\n\x12HEALTH_STATUS_DEAD\x10\x05\x32\x89\x03\n\x12\x43oordinatorService\x12V\n\x05Serve\x12#.octavo.coordinator.v1.ServeRequest\x1a$.octavo.coordinator.v1.ServeResponse(\x01\x30\x01\x12^\n\tGetTokens\x12\'.octavo.coordinator.v1.GetTokensRequest\x1a(.octavo.coordinator.v1.GetTokensResponse\x12[\n\x08GetStats\x12&.octavo.coordinator.v1.GetStatsRequest\x1a\'.octavo.coordinator.v1.GetStatsResponse\x12^\n\tGetHealth\x12\'.octavo.coordinator.v1.GetHealthRequest\x1a(.octavo.coordinator.v1.GetHealthResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foctavo/protos/coordinator.proto\x12\x15octavo.coordinator.v1\x1a\x1aoctavo/protos/common.proto\"\xe3\x01\n\x0cServeRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.octavo.coordinator.v1.IngressHelloH\x00\x12+\n\x06submit\x18\x02 \x01(\x0b\x32\x19.octavo.common.v1.RequestH\x00\x12-\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1c.octavo.coordinator.v1.AbortH\x00\x12\x36\n\x06resume\x18\x04 \x01(\x0b\x32$.octavo.coordinator.v1.ResumeRequestH\x00\x42\t\n\x07\x63ommand\"\xc0\x01\n\rServeResponse\x12\x38\n\x05hello\x18\x01 \x01(\x0b\x32\'.octavo.coordinator.v1.CoordinatorHelloH\x00\x12\x35\n\x07outputs\x18\x02 \x01(\x0b\x32\".octavo.coordinator.v1.OutputBatchH\x00\x12\x35\n\trejection\x18\x03 \x01(\x0b\x32 .octavo.coordinator.v1.RejectionH\x00\x42\x07\n\x05\x65vent\"<\n\x0cIngressHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ningress_id\x18\x02 \x01(\t\"\x88\x01\n\x10\x43oordinatorHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12/\n\x05model\x18\x02 \x01(\x0b\x32\x1b.octavo.common.v1.ModelInfoH\x00\x88\x01\x01\x12\x1f\n\x17unfinished_requests_max\x18\x03 \x01(\x05\x42\x08\n\x06_model\"\xa9\x01\n\rResumeRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.octavo.common.v1.Request\x12\x34\n\x08\x62ranches\x18\x02 \x03(\x0b\x32\".octavo.coordinator.v1.BranchSoFar\x12\x36\n\x07metrics\x18\x03 \x01(\x0b\x32%.octavo.coordinator.v1.RequestMetrics\"W\n\x0b\x42ranchSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x35\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1e.octavo.common.v1.FinishReason\"K\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x06\x62ranch\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_branch\"A\n\x0bOutputBatch\x12\x32\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\".octavo.coordinator.v1.OutputDelta\"\xf4\x02\n\x0bOutputDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ranch\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x05\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x31\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1f.octavo.common.v1.TokenLogprobs\x12\x35\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1e.octavo.common.v1.FinishReason\x12\x18\n\x10request_finished\x18\x07 \x01(\x08\x12\x12\n\x05\x65rror\x18\x08 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nerror_name\x18\t \x01(\tH\x01\x88\x01\x01\x12\x36\n\x07metrics\x18\n \x01(\x0b\x32%.octavo.coordinator.v1.RequestMetrics\x12\x12\n\x05score\x18\x0b \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06_errorB\r\n\x0b_error_nameB\x08\n\x06_score\"\x9f\x01\n\x0eRequestMetrics\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\x05\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x05\"M\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetail\"6\n\x10GetTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ranch\x18\x02 \x01(\x05\"\xa6\x01\n\x11GetTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x05\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x10\n\x08uncached\x18\x06 \x01(\x08\x12,\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetail\"\x11\n\x0fGetStatsRequest\"&\n\x10GetStatsResponse\x12\x12\n\nstats_json\x18\x01 \x01(\t\"\x12\n\x10GetHealthRequest\"\x8e\x01\n\x11GetHealthResponse\x12\x33\n\x06status\x18\x01 \x01(\x0e\x32#.octavo.coordinator.v1.HealthStatus\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x34\n\x07workers\x18\x03 \x03(\x0b\x32#.octavo.coordinator.v1.WorkerHealth\"\xaf\x01\n\x0cWorkerHealth\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x33\n\x06status\x18\x02 \x01(\x0e\x32#.octavo.coordinator.v1.HealthStatus\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12 \n\x13seconds_since_heard\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05steps\x18\x05 \x01(\x04\x42\x16\n\x14_seconds_since_heard*\xb1\x01\n\x0cHealthStatus\x12\x1d\n\x19HEALTH_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15HEALTH_STATUS_LOADING\x10\x01\x12\x17\n\x13HEALTH_STATUS_READY\x10\x02\x12\x1a\n\x16HEALTH_STATUS_DEGRADED\x10\x03\x12\x1a\n\x16HEALTH_STATUS_DRAINING\x10\x04\x12\x16\n\x12HEALTH_STATUS_DEAD\x10\x05\x32\x89\x03\n\x12\x43oordinatorService\x12V\n\x05Serve\x12#.octavo.coordinator.v1.ServeRequest\x1a$.octavo.coordinator.v1.ServeResponse(\x01\x30\x01\x12^\n\tGetTokens\x12\'.octavo.coordinator.v1.GetTokensRequest\x1a(.octavo.coordinator.v1.GetTokensResponse\x12[\n\x08GetStats\x12&.octavo.coordinator.v1.GetStatsRequest\x1a\'.octavo.coordinator.v1.GetStatsResponse\x12^\n\tGetHealth\x12\'.octavo.coordinator.v1.GetHealthRequest\x1a(.octavo.coordinator.v1.GetHealthResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.protos.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEALTHSTATUS']._serialized_start=2044
-  _globals['_HEALTHSTATUS']._serialized_end=2221
+  _globals['_HEALTHSTATUS']._serialized_start=2361
+  _globals['_HEALTHSTATUS']._serialized_end=2538
   _globals['_SERVEREQUEST']._serialized_start=87
-  _globals['_SERVEREQUEST']._serialized_end=258
-  _globals['_SERVERESPONSE']._serialized_start=261
-  _globals['_SERVERESPONSE']._serialized_end=453
-  _globals['_INGRESSHELLO']._serialized_start=455
-  _globals['_INGRESSHELLO']._serialized_end=515
-  _globals['_COORDINATORHELLO']._serialized_start=518
-  _globals['_COORDINATORHELLO']._serialized_end=654
-  _globals['_ABORT']._serialized_start=656
-  _globals['_ABORT']._serialized_end=731
-  _globals['_OUTPUTBATCH']._serialized_start=733
-  _globals['_OUTPUTBATCH']._serialized_end=798
-  _globals['_OUTPUTDELTA']._serialized_start=801
-  _globals['_OUTPUTDELTA']._serialized_end=1173
-  _globals['_REQUESTMETRICS']._serialized_start=1176
-  _globals['_REQUESTMETRICS']._serialized_end=1335
-  _globals['_REJECTION']._serialized_start=1337
-  _globals['_REJECTION']._serialized_end=1414
-  _globals['_GETTOKENSREQUEST']._serialized_start=1416
-  _globals['_GETTOKENSREQUEST']._serialized_end=1470
-  _globals['_GETTOKENSRESPONSE']._serialized_start=1473
-  _globals['_GETTOKENSRESPONSE']._serialized_end=1639
-  _globals['_GETSTATSREQUEST']._serialized_start=1641
-  _globals['_GETSTATSREQUEST']._serialized_end=1658
-  _globals['_GETSTATSRESPONSE']._serialized_start=1660
-  _globals['_GETSTATSRESPONSE']._serialized_end=1698
-  _globals['_GETHEALTHREQUEST']._serialized_start=1700
-  _globals['_GETHEALTHREQUEST']._serialized_end=1718
-  _globals['_GETHEALTHRESPONSE']._serialized_start=1721
-  _globals['_GETHEALTHRESPONSE']._serialized_end=1863
-  _globals['_WORKERHEALTH']._serialized_start=1866
-  _globals['_WORKERHEALTH']._serialized_end=2041
-  _globals['_COORDINATORSERVICE']._serialized_start=2224
-  _globals['_COORDINATORSERVICE']._serialized_end=2617
+  _globals['_SERVEREQUEST']._serialized_end=314
+  _globals['_SERVERESPONSE']._serialized_start=317
+  _globals['_SERVERESPONSE']._serialized_end=509
+  _globals['_INGRESSHELLO']._serialized_start=511
+  _globals['_INGRESSHELLO']._serialized_end=571
+  _globals['_COORDINATORHELLO']._serialized_start=574
+  _globals['_COORDINATORHELLO']._serialized_end=710
+  _globals['_RESUMEREQUEST']._serialized_start=713
+  _globals['_RESUMEREQUEST']._serialized_end=882
+  _globals['_BRANCHSOFAR']._serialized_start=884
+  _globals['_BRANCHSOFAR']._serialized_end=971
+  _globals['_ABORT']._serialized_start=973
+  _globals['_ABORT']._serialized_end=1048
+  _globals['_OUTPUTBATCH']._serialized_start=1050
+  _globals['_OUTPUTBATCH']._serialized_end=1115
+  _globals['_OUTPUTDELTA']._serialized_start=1118
+  _globals['_OUTPUTDELTA']._serialized_end=1490
+  _globals['_REQUESTMETRICS']._serialized_start=1493
+  _globals['_REQUESTMETRICS']._serialized_end=1652
+  _globals['_REJECTION']._serialized_start=1654
+  _globals['_REJECTION']._serialized_end=1731
+  _globals['_GETTOKENSREQUEST']._serialized_start=1733
+  _globals['_GETTOKENSREQUEST']._serialized_end=1787
+  _globals['_GETTOKENSRESPONSE']._serialized_start=1790
+  _globals['_GETTOKENSRESPONSE']._serialized_end=1956
+  _globals['_GETSTATSREQUEST']._serialized_start=1958
+  _globals['_GETSTATSREQUEST']._serialized_end=1975
+  _globals['_GETSTATSRESPONSE']._serialized_start=1977
+  _globals['_GETSTATSRESPONSE']._serialized_end=2015
+  _globals['_GETHEALTHREQUEST']._serialized_start=2017
+  _globals['_GETHEALTHREQUEST']._serialized_end=2035
+  _globals['_GETHEALTHRESPONSE']._serialized_start=2038
+  _globals['_GETHEALTHRESPONSE']._serialized_end=2180
+  _globals['_WORKERHEALTH']._serialized_start=2183
+  _globals['_WORKERHEALTH']._serialized_end=2358
+  _globals['_COORDINATORSERVICE']._serialized_start=2541
+  _globals['_COORDINATORSERVICE']._serialized_end=2934
 # @@protoc_insertion_point(module_scope)

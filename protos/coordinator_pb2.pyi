@@ -24,14 +24,16 @@ HEALTH_STATUS_DRAINING: HealthStatus
 HEALTH_STATUS_DEAD: HealthStatus
 
 class ServeRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort")
+    __slots__ = ("hello", "submit", "abort", "resume")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     hello: IngressHello
     submit: _common_pb2.Request
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[IngressHello, _Mapping]] = ..., submit: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    resume: ResumeRequest
+    def __init__(self, hello: _Optional[_Union[IngressHello, _Mapping]] = ..., submit: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[ResumeRequest, _Mapping]] = ...) -> None: ...
 
 class ServeResponse(_message.Message):
     __slots__ = ("hello", "outputs", "rejection")
@@ -60,6 +62,24 @@ class CoordinatorHello(_message.Message):
     model: _common_pb2.ModelInfo
     unfinished_requests_max: int
     def __init__(self, protocol_version: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., unfinished_requests_max: _Optional[int] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("request", "branches", "metrics")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    request: _common_pb2.Request
+    branches: _containers.RepeatedCompositeFieldContainer[BranchSoFar]
+    metrics: RequestMetrics
+    def __init__(self, request: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[BranchSoFar, _Mapping]]] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ...) -> None: ...
+
+class BranchSoFar(_message.Message):
+    __slots__ = ("token_ids", "finish_reason")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    finish_reason: _common_pb2.FinishReason
+    def __init__(self, token_ids: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "reason", "branch")

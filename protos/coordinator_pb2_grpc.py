@@ -63,7 +63,8 @@ class CoordinatorServiceServicer:
 
     def Serve(self, request_iterator, context):
         """The request stream of one ingress. First a hello each way. Every submitted request gets exactly one
-        terminal reply: a rejection, or the delta that finishes it. When the stream ends, its requests are aborted.
+        terminal reply: a rejection, or the delta that finishes it. When the stream ends, its requests are aborted;
+        an ingress that lives opens another and resumes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -90,6 +90,13 @@ class WorkerLostError(UnavailableError):
     code = "worker_lost"
 
 
+class DeadlineExceededError(OctavoError):
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+    code = "deadline_exceeded"
+
+
 class RequestFailedError(OctavoError):
     code = "request_failed"
 

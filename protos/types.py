@@ -298,6 +298,10 @@ class Request:
     cache_salt: str = ""
     adapter: str = ""
     use_prefix_cache: bool = True
+    timeout_seconds: float | None = None
+    """From its arrival; then it is ended with `DeadlineExceededError`, since nobody waits any more. None: no limit."""
+    tenant: str = ""
+    """Who shares fairly with whom. Set by the front door from what it authenticated, never by the client."""
     fork_of: str = ""
     """Id of a request whose tokens the prompt begins with: while that one runs, its blocks are shared as they are."""
 
@@ -483,6 +487,18 @@ class WorkerInfo:
     """Between device and host pool, from copies both ways at start: bytes moved by seconds. 0: no host blocks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedPrefix:
+    """Tokens whose KV a worker has in device blocks, whoever had it computed."""
+
+    token_ids: Int32Array
+    """[B * block_size]"""
+    blocks: Int32Array
+    """[B] in order."""
+    cache_salt: str = ""
+    adapter: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
     """Timings and counts of one request, in every reply."""
@@ -519,3 +535,55 @@ class OutputDelta:
     """With `request_finished`, and with the first token of the request."""
     score: float | None = None
     """With the end of a beam search's hypothesis: what it was ranked by. Branch 0 is the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BranchSoFar:
+    """One branch of a request that goes on elsewhere."""
+
+    token_ids: Int32Array
+    """[T] output tokens that its caller has."""
+    finish_reason: FinishReason | None = None
+    """Set when the branch has ended: its caller knows, and it is not computed further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resume:
+    """Where a request stands whose worker or coordinator was lost: it goes on from here as if nothing had happened.
+
+    A token that was sampled and not handed on is sampled again, and is the same: its random number depends on
+    (seed, branch, position) alone. Log-probabilities of earlier tokens have been handed on with them.
+    """
+
+    branches: tuple[BranchSoFar, ...] = ()
+    """Every branch by number, each with at least one token unless it has ended; or none: nothing was handed on. Of a
+    beam search always none, since its answer comes whole at its end."""
+    metrics: RequestMetrics = RequestMetrics()
+    """Up to now; `total_seconds` is the request's age."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Of all branches together."""
+        return sum(len(branch.token_ids) for branch in self.branches)
+
+
+def check_resume(request: Request, resume: Resume, max_tokens: int) -> None:
+    """Raise `InvalidRequestError` unless `request`, limited to `max_tokens`, can stand where `resume` says."""
+    params, branches = request.params, resume.branches
+    if not branches:
+        return
+    if params.beam_width is not None:
+        raise InvalidRequestError("a beam search has no tokens to go on from", param="resume")
+    if len(branches) != params.num_branches:
+        raise InvalidRequestError(
+            f"{len(branches)} branches to go on from; the request has {params.num_branches}", param="resume"
+        )
+    if all(branch.finish_reason for branch in branches):
+        raise InvalidRequestError("every branch has ended", param="resume")
+    for number, branch in enumerate(branches):
+        if branch.finish_reason is None and not 1 <= len(branch.token_ids) < max_tokens:
+            raise InvalidRequestError(
+                f"branch {number} has {len(branch.token_ids)} output tokens and has not ended; that takes 1 to "
+                f"{max_tokens - 1}",
+                param="resume",
+            )

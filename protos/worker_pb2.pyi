@@ -36,16 +36,30 @@ class Attach(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "info", "heartbeat_seconds", "plans_in_flight_max")
+    __slots__ = ("protocol_version", "info", "heartbeat_seconds", "plans_in_flight_max", "cached_prefixes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PLANS_IN_FLIGHT_MAX_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     info: WorkerInfo
     heartbeat_seconds: float
     plans_in_flight_max: int
-    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., plans_in_flight_max: _Optional[int] = ...) -> None: ...
+    cached_prefixes: _containers.RepeatedCompositeFieldContainer[CachedPrefix]
+    def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., plans_in_flight_max: _Optional[int] = ..., cached_prefixes: _Optional[_Iterable[_Union[CachedPrefix, _Mapping]]] = ...) -> None: ...
+
+class CachedPrefix(_message.Message):
+    __slots__ = ("token_ids", "blocks", "cache_salt", "adapter")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    blocks: bytes
+    cache_salt: str
+    adapter: str
+    def __init__(self, token_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("finished_step_id", "running_step_id", "running_seconds")

@@ -41,6 +41,10 @@ class SchedulerConfig:
     """Seconds a step may take; the budget of each step follows from it through the StepTimeModel."""
     max_waiting: int = 4096
     """Requests that may queue; one more is an `OverloadedError`."""
+    max_waiting_tokens: int = 4_000_000
+    """Prompt tokens of all that queue together; more is an `OverloadedError`, unless the queue is empty."""
+    priority_aging_seconds: float = 60.0
+    """Waiting so long is worth one step of priority, so that nobody waits for ever; infinity: never."""
     epoch: int = 1
     """Who plans; goes into every plan (fencing)."""
 
@@ -53,6 +57,7 @@ class SchedulerConfig:
             "max_model_len",
             "pipeline_depth",
             "max_waiting",
+            "max_waiting_tokens",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -67,6 +72,11 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)!r}", param=name)
         if self.preemption == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption 'swap' needs host blocks, and host_blocks is 0", param="preemption")
+        if not self.priority_aging_seconds > 0:
+            raise ConfigError(
+                f"priority_aging_seconds must be above 0, got {self.priority_aging_seconds!r}",
+                param="priority_aging_seconds",
+            )
         if self.itl_target is not None and not 0 < self.itl_target < float("inf"):
             raise ConfigError(
                 f"itl_target must be a number of seconds above 0, got {self.itl_target!r}", param="itl_target"

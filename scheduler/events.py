@@ -98,6 +98,8 @@ class Finished(Event):
     request_finished: bool
     num_output_tokens: int
     error: str | None = None
+    error_name: str | None = None
+    """Class of `errors.py`; None: `RequestFailedError`."""
     metrics: RequestMetrics | None = None
     """With `request_finished`."""
     score: float | None = None

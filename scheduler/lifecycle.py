@@ -9,9 +9,10 @@ Owns the queues, the rows and what a transition does to blocks. When a transitio
 from __future__ import annotations
 
 from array import array
+from heapq import heappop, heappush
 
 from octavo.protos.errors import IntegrityError, InvalidRequestError, OverloadedError
-from octavo.protos.types import FinishReason, Request
+from octavo.protos.types import FinishReason, Request, Resume
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import (
     Admitted,
@@ -28,10 +29,19 @@ from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
-from octavo.scheduler.queue import GroupQueue, ParkedQueue, tokens_to_compute
+from octavo.scheduler.queue import GroupQueue, ParkedQueue, WaitingQueue, tokens_to_compute
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
+from octavo.scheduler.step_time import StepTimeModel
+
+_RESUMED_FIRST = 2**62
+"""Taken from the arrival numbers of requests that have waited elsewhere: more than will ever arrive."""
+
+
+RETRY_FRACTION = 8
+"""A refused client is asked to come back when so much of the queue has been computed."""
+RETRY_SECONDS_MAX = 60.0
 
 MEAN_WEIGHT = 0.05
 """Of one branch that ended in `mean_output_tokens`."""
@@ -41,10 +51,15 @@ class Lifecycle:
     """All requests of one worker that have not ended. Events gather in `events` until somebody takes them."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, parking: Parking, stats: SchedulerStats
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        parking: Parking,
+        stats: SchedulerStats,
+        step_time: StepTimeModel,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
-        self.waiting = ParkedQueue()
+        self.waiting = WaitingQueue(config.priority_aging_seconds)
         self.running = GroupQueue()
         self.swapped = ParkedQueue()
         self.returning: list[SequenceGroup] = []
@@ -64,8 +79,11 @@ class Lifecycle:
         self._kv = kv
         self._parking = parking
         self._stats = stats
+        self._step_time = step_time
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._next_arrival = 0
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; what has ended is found out when its time comes."""
 
     @property
     def num_rows(self) -> int:
@@ -79,23 +97,65 @@ class Lifecycle:
     # --- into the queue, and out of it ----------------------------------------------------------------------
 
     def enqueue(
-        self, request: Request, max_tokens: int, cached_tokens: int, found_tokens: int, now: float
+        self,
+        request: Request,
+        max_tokens: int,
+        cached_tokens: int,
+        found_tokens: int,
+        now: float,
+        resume: Resume | None = None,
     ) -> Event:
-        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue."""
+        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
+
+        One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
         if request.request_id in self.groups:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if len(self.waiting) >= self._config.max_waiting:
-            raise OverloadedError(
-                f"{len(self.waiting)} requests wait; the limit is {self._config.max_waiting}"
-            )
+        if resume is None:
+            self._check_room(request)
+        arrival = self._next_arrival - (_RESUMED_FIRST if resume is not None else 0)
+        age = resume.metrics.total_seconds if resume is not None else 0.0
         group = SequenceGroup(
-            request, arrival_number=self._next_arrival, arrived_at=now, max_tokens=max_tokens
+            request,
+            arrival_number=arrival,
+            arrived_at=now - age,
+            max_tokens=max_tokens,
+            priority_aging_seconds=self._config.priority_aging_seconds,
         )
+        if resume is not None:
+            group.go_on_from(resume, now)
+        if request.timeout_seconds is not None:
+            heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
         group.found_tokens = found_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
         return Queued(request.request_id, now, len(self.waiting), cached_tokens)
+
+    def _check_room(self, request: Request) -> None:
+        """Raise `OverloadedError` where the queue is full, with the seconds after which its first part has moved on."""
+        waiting, config = self.waiting, self._config
+        tokens = waiting.num_prompt_tokens + request.num_prompt_tokens
+        if len(waiting) >= config.max_waiting:
+            what = f"{len(waiting)} requests wait; the limit is {config.max_waiting}"
+        elif len(waiting) and tokens > config.max_waiting_tokens:
+            what = (
+                f"{waiting.num_prompt_tokens} prompt tokens wait and this request has {request.num_prompt_tokens}; "
+                f"the limit is {config.max_waiting_tokens}"
+            )
+        else:
+            return
+        chunk = config.max_num_batched_tokens
+        seconds = self._step_time.prefill_seconds(tokens, chunk_tokens=chunk) / RETRY_FRACTION
+        raise OverloadedError(what, retry_after_seconds=min(RETRY_SECONDS_MAX, max(1.0, seconds)))
+
+    def expired(self, now: float) -> list[SequenceGroup]:
+        """Unfinished requests that nobody waits for any more; each is told once."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = self.groups.get(heappop(self._deadlines)[1])
+            if group is not None:
+                late.append(group)
+        return late
 
     def start(
         self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
@@ -209,7 +269,12 @@ class Lifecycle:
         self.moving = []
 
     def finish_beams(
-        self, group: SequenceGroup, reason: FinishReason | None, now: float, error: str | None = None
+        self,
+        group: SequenceGroup,
+        reason: FinishReason | None,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
     ) -> None:
         """The search is over: its best hypotheses are the answer. With a `reason` it ends without one."""
         assert group.beams is not None
@@ -239,6 +304,7 @@ class Lifecycle:
                     request_finished=last,
                     num_output_tokens=len(hypothesis.token_ids) if hypothesis else 0,
                     error=error,
+                    error_name=error_name,
                     metrics=metrics if last else None,
                     score=hypothesis.score if hypothesis else None,
                 )
@@ -298,7 +364,14 @@ class Lifecycle:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: float, error: str | None = None) -> None:
+    def finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
+    ) -> None:
         """A branch ends: its blocks and its row are free at once, and the group ends with its last branch."""
         group = seq.group
         assert seq.finish_reason is None
@@ -320,6 +393,7 @@ class Lifecycle:
                 request_finished=done,
                 num_output_tokens=seq.num_output_tokens,
                 error=error,
+                error_name=error_name,
                 metrics=group.metrics(now) if done else None,
             )
         )
@@ -335,7 +409,7 @@ class Lifecycle:
 
     def _close(self, group: SequenceGroup, reason: FinishReason) -> None:
         """The group has no branch left."""
-        queues = {
+        queues: dict[GroupState, GroupQueue | WaitingQueue] = {
             GroupState.RUNNING: self.running,
             GroupState.WAITING: self.waiting,
             GroupState.SWAPPED: self.swapped,
@@ -366,6 +440,13 @@ class Lifecycle:
     def live(self) -> list[Sequence]:
         """All branches that have not ended, in order of arrival."""
         return [seq for group in self.groups.values() for seq in group.live]
+
+    def fork_sources(self, request: Request) -> list[Sequence]:
+        """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
+        parent = self.groups.get(request.fork_of)
+        if parent is None or parent.root_key != (request.cache_salt, request.adapter):
+            return []
+        return parent.live
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every request is in one queue and every row in one place (rule R2)."""

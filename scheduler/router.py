@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError, UnavailableError
-from octavo.protos.types import Request
+from octavo.protos.types import Request, Resume
 from octavo.scheduler.events import Event, Queued
 from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex
@@ -121,9 +121,14 @@ class Router:
         )
 
     def route(
-        self, request: Request, workers: Mapping[str, Scheduler], now: float
+        self,
+        request: Request,
+        workers: Mapping[str, Scheduler],
+        now: float,
+        resume: Resume | None = None,
     ) -> tuple[str, list[Event]]:
-        """Put `request` into the best worker's queue; returns that worker's id and what happened.
+        """Put `request` into the best worker's queue, to go on from `resume` where it was lost elsewhere; returns that
+        worker's id and what happened.
 
         Raises `UnavailableError` without workers, `RequestTooLargeError` when it can never fit on any, and
         `OverloadedError` when all that could take it are full.
@@ -143,7 +148,8 @@ class Router:
             worker_id, scheduler = self._ids[worker], self._fleet[self._ids[worker]]
             try:
                 size = scheduler.config.block_size
-                queued = scheduler.add(request, now, promised_tokens=int(known.expected[worker]) * size)
+                promised = int(known.expected[worker]) * size
+                queued = scheduler.add(request, now, resume, promised_tokens=promised)
             except (RequestTooLargeError, OverloadedError) as error:
                 # Of several reasons the temporary one is told: the request may be sent again.
                 if refusal is None or isinstance(error, OverloadedError):

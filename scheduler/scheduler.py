@@ -1,7 +1,8 @@
 """The scheduler of one worker: a sans-I/O state machine, turned by `plan` and `commit`.
 
-Owns what goes into a step, and in which order. Where a request stands, and what a change of its state does, is
-`lifecycle.py`; block tables are KVManager's. Must not know how a plan reaches a worker or what time it is.
+Owns the calls that drivers make, the plans under way and what their results mean. What goes into a step is decided in
+`planner.py`; where a request stands, and what a change of its state does, is `lifecycle.py`; block tables are
+KVManager's. Must not know how a plan reaches a worker or what time it is.
 
 Iteration-level scheduling as in Orca (OSDI'22, section 3), paging as in PagedAttention (arXiv:2309.06180,
 section 4), chunked prefill under one token budget with decodes first as in Sarathi-Serve (arXiv:2403.02310,
@@ -26,25 +27,22 @@ from octavo.protos.types import (
     FinishReason,
     Int32Array,
     Request,
+    Resume,
     StepPlan,
     StepResult,
+    check_resume,
     finish_reason,
 )
 from octavo.scheduler.admission import resolve_max_tokens
-from octavo.scheduler.budget import TokenBudget, step_budget
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import (
-    ChunkPlanned,
-    Event,
-    TokensOut,
-)
-from octavo.scheduler.kv_manager import KVManager, PrefixHit
+from octavo.scheduler.events import Event, TokensOut
+from octavo.scheduler.kv_manager import KVManager
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.parking import Parking, loading_pays
 from octavo.scheduler.plan_builder import PlanBuilder, PlanRecord
-from octavo.scheduler.preemption import choose_victim
-from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
+from octavo.scheduler.planner import Planner
+from octavo.scheduler.sequence import Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
 from octavo.scheduler.step_time import StepTimeModel
 from octavo.scheduler.stretch import Stretch, find_stretch
@@ -65,25 +63,29 @@ class Scheduler:
         )
         self.stats = SchedulerStats()
         self._parking = Parking(config, self.kv, self.step_time)
-        self._life = Lifecycle(config, self.kv, self._parking, self.stats)
+        self._life = Lifecycle(config, self.kv, self._parking, self.stats, self.step_time)
+        self._planner = Planner(config, self.kv, self._life, self._parking, self.step_time)
         self._in_flight: deque[PlanRecord] = deque()
         self._next_step_id = 1
-        self._now = 0.0
-        self._prefill_left = 0
-        """Tokens of started prefills that plans up to now have left."""
         self._load: Loads | None = None
 
     # --- requests come and go ------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float, *, promised_tokens: int = 0) -> list[Event]:
-        """Queue a request. `promised_tokens` of its prompt will be cached when its turn comes.
+    def add(
+        self, request: Request, now: float, resume: Resume | None = None, *, promised_tokens: int = 0
+    ) -> list[Event]:
+        """Queue a request, or one that stood at `resume` on another worker: it goes on from there. `promised_tokens` of
+        its prompt will be cached when its turn comes.
 
         Raises `RequestTooLargeError` when it could never fit, `OverloadedError` when the queue is full and
-        `InvalidRequestError` for an id in use. Then nothing has changed.
+        `InvalidRequestError` for an id in use or a `resume` that is none of this request. Then nothing has changed.
         """
         max_tokens = resolve_max_tokens(request, self.config)
+        if resume is not None:
+            check_resume(request, resume, max_tokens)
         cached = self.cached_tokens_of(request)
-        queued = self._life.enqueue(request, max_tokens, cached, max(cached, promised_tokens), now)
+        found = max(cached, promised_tokens)
+        queued = self._life.enqueue(request, max_tokens, cached, found, now, resume)
         self._tell_load()
         return [queued]
 
@@ -106,14 +108,32 @@ class Scheduler:
         ended = [seq for seq in group.live if seq.branch == branch or not group.forked]
         return self._end(ended, FinishReason.STOP, now)
 
-    def _end(self, sequences: list[Sequence], reason: FinishReason, now: float) -> list[Event]:
+    def expire(self, now: float) -> list[Event]:
+        """End requests whose `timeout_seconds` have passed: nobody waits for them. Call it before `plan`."""
+        events: list[Event] = []
+        for group in self._life.expired(now):
+            message = (
+                f"the request did not finish within its timeout of {group.request.timeout_seconds:g} s "
+                f"(state {group.state.value}, {sum(seq.num_output_tokens for seq in group.live)} tokens made)"
+            )
+            events += self._end(list(group.live), FinishReason.ERROR, now, message, "DeadlineExceededError")
+        return events
+
+    def _end(
+        self,
+        sequences: list[Sequence],
+        reason: FinishReason,
+        now: float,
+        error: str | None = None,
+        error_name: str | None = None,
+    ) -> list[Event]:
         """End branches between two commits; what the plans have caused so far waits for the next commit."""
         kept = self._life.take_events()
         if sequences and sequences[0].group.beams is not None:
-            self._life.finish_beams(sequences[0].group, reason, now)
+            self._life.finish_beams(sequences[0].group, reason, now, error, error_name)
         else:
             for seq in sequences:
-                self._life.finish(seq, reason, now)
+                self._life.finish(seq, reason, now, error, error_name)
         events, self._life.events = self._life.take_events(), kept
         self._tell_load()
         return events
@@ -124,33 +144,8 @@ class Scheduler:
         """The next step, or None when there is nothing to do or the pipeline is full."""
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
-        self._now = now
-        self._prefill_left = 0
         plan = PlanBuilder(self._life.released_rows)
-        self.kv.begin_plan(plan)
-        self._life.place_beams(plan)
-        self._publish(plan)
-        decodes, prefills = self._runnable()
-        if self._make_room(decodes, plan):
-            decodes, prefills = self._runnable()
-        budget = step_budget(
-            self.config.max_num_batched_tokens,
-            self.config.itl_target,
-            self.step_time,
-            num_decodes=len(decodes),
-            context_tokens=sum(seq.num_computed_tokens for seq in decodes) if self.config.itl_target else 0,
-            min_chunk=self.config.block_size,
-        )
-        self._plan_decodes(decodes, plan, budget)
-        # Before the prefills: a copy runs before all writes of its step, so what returning branches share must
-        # have been computed by an earlier plan.
-        self._plan_returning(plan, budget)
-        self._plan_prefills(prefills, plan, budget)
-        if self._return_swapped(plan, budget):
-            self._admit(plan, budget)
-        if not plan.rows and not self._in_flight and self._life.running.head is not None:
-            self._break_deadlock(plan, budget)
-        self.kv.finish_plan(plan)
+        self._planner.fill(plan, self._next_step_id, now, under_way=bool(self._in_flight))
         if plan.empty:
             self._tell_load()
             return None
@@ -261,7 +256,7 @@ class Scheduler:
         tokens = request.prompt_token_ids.tobytes()
         found = [
             self.kv.find_in(source, source.num_computed_tokens, tokens)
-            for source in self._fork_sources(request)
+            for source in self._life.fork_sources(request)
         ]
         if self.kv.caches(request):
             found.append(self.kv.find((request.cache_salt, request.adapter), tokens))
@@ -291,7 +286,7 @@ class Scheduler:
     def num_queued_tokens(self) -> int:
         """Prefill tokens that stand before a request arriving now: of the latest plan's started prefills, and of all
         who wait or are swapped. O(1)."""
-        return self._prefill_left + self._life.waiting.num_tokens + self._life.swapped.num_tokens
+        return self._planner.prefill_left + self._life.waiting.num_tokens + self._life.swapped.num_tokens
 
     @property
     def num_running_seqs(self) -> int:
@@ -324,7 +319,7 @@ class Scheduler:
             return
         life, waiting = self._life, self._life.waiting.num_tokens + self._life.swapped.num_tokens
         self._load[: Load.NUM_BLOCKS] = (
-            self._prefill_left + waiting,
+            self._planner.prefill_left + waiting,
             waiting,
             life.waiting.num_branches + life.swapped.num_branches,
             life.num_rows,
@@ -362,197 +357,3 @@ class Scheduler:
         self.kv.check_integrity(live)
         self._parking.check_integrity(live)
         self._life.check_integrity()
-
-    # --- inside a plan -------------------------------------------------------------------------------------
-
-    def _publish(self, plan: PlanBuilder) -> None:
-        for seq in self._life.to_publish:
-            if seq.row is not None:
-                for index, block in self.kv.publish(seq, min(seq.num_computed_tokens, len(seq.token_ids))):
-                    plan.update_block(seq.row, index, block)
-        self._life.to_publish = []
-
-    def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running branches that have one token to run (decodes), and those that have more (prefills).
-
-        A prompt that has yet to fork is a prefill even with one token left: its last chunk makes the branches.
-        """
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for group in self._life.running:
-            max_tokens = group.max_tokens
-            # A search goes on once its candidates are in; all others count on a sample that is under way.
-            for seq in group.live if group.beams is None else group.ready_beams():
-                if seq.row is None or seq.num_planned_outputs >= max_tokens:
-                    continue
-                if seq.num_total_tokens - seq.num_computed_tokens == 1 and group.forked:
-                    decodes.append(seq)
-                else:
-                    prefills.append(seq)
-        return decodes, prefills
-
-    def _make_room(self, decodes: list[Sequence], plan: PlanBuilder) -> bool:
-        """Park victims until every decode can get its block. True if any was parked."""
-        parked = False
-        while self.kv.num_new_blocks_for_decodes(decodes) > self.kv.num_free:
-            # One request alone always fits: admission saw to it, and the parked hold nothing here.
-            self._preempt(plan)
-            parked = True
-            decodes = [seq for seq in decodes if seq.row is not None]
-        return parked
-
-    def _plan_decodes(self, decodes: list[Sequence], plan: PlanBuilder, budget: TokenBudget) -> None:
-        size = self.config.block_size
-        for seq in decodes:
-            if seq.tail_shared or seq.num_computed_tokens % size == 0:
-                self.kv.grow(seq, 1, plan)
-            plan.schedule(seq, 1)
-        budget.take(len(decodes))
-
-    def _plan_prefills(self, prefills: list[Sequence], plan: PlanBuilder, budget: TokenBudget) -> None:
-        for seq in prefills:
-            self._plan_chunk(seq, plan, budget)
-
-    def _plan_chunk(self, seq: Sequence, plan: PlanBuilder, budget: TokenBudget) -> None:
-        """Run as much of `seq` as budget and free blocks allow; at the prompt's end all branches come to be."""
-        need = seq.num_uncomputed_tokens
-        num_tokens = min(need, budget.left, self.kv.max_growth(seq, self.kv.num_free))
-        self._prefill_left += need - max(0, num_tokens)
-        if num_tokens <= 0:
-            return
-        group = seq.group
-        self.kv.grow(seq, num_tokens, plan)
-        self._life.events.append(
-            ChunkPlanned(
-                group.request.request_id,
-                self._now,
-                seq.branch,
-                seq.num_computed_tokens,
-                num_tokens,
-                self._next_step_id,
-            )
-        )
-        plan.schedule(seq, num_tokens)
-        budget.take(num_tokens)
-        self._life.to_publish.append(seq)
-        if not group.forked and seq.num_pending:
-            self._life.fork(seq, plan, self._now)
-
-    def _plan_returning(self, plan: PlanBuilder, budget: TokenBudget) -> None:
-        """Branches of a resumed group return behind its first one, sharing the prompt that it has computed."""
-        still: list[SequenceGroup] = []
-        for group in self._life.returning:
-            if group.state is not GroupState.RUNNING:
-                continue
-            prompt = group.request.num_prompt_tokens
-            # Taken before any branch starts in this plan: what is shared must have been computed by an earlier one.
-            back = [seq for seq in group.live if seq.row is not None]
-            source = next((seq for seq in back if seq.num_computed_tokens >= prompt), None)
-            for seq in [seq for seq in group.live if seq.row is None]:
-                if budget.left == 0 or (back and source is None):
-                    break
-                hit = self.kv.find_prefix(group, seq.token_ids.tobytes())
-                if source is not None and hit.num_tokens < prompt:
-                    self.kv.share_prefix(source, seq, prompt)
-                elif self.kv.num_blocks_to_admit(seq, hit) > self.kv.num_free:
-                    break
-                else:
-                    self.kv.attach_prefix(seq, hit, plan)
-                if self.kv.max_growth(seq, self.kv.num_free) <= 0:
-                    self._life.drop_blocks(seq)
-                    break
-                self._life.start_sequence(seq, plan)
-                self._plan_chunk(seq, plan, budget)
-                if source is None:
-                    break
-            if any(seq.row is None for seq in group.live):
-                still.append(group)
-        self._life.returning = still
-
-    def _return_swapped(self, plan: PlanBuilder, budget: TokenBudget) -> bool:
-        """Bring swapped groups back, in order, while they fit. True if those that wait may be let in after them."""
-        branches = sum(group.num_branches for group in self._life.running)
-        while (group := self._life.swapped.head) is not None:
-            waiting = self._life.waiting.head
-            if waiting is not None and waiting.order < group.order:
-                return True
-            need = self._parking.num_blocks_to_return(group)
-            if (
-                budget.left < len(group.live)
-                or branches + group.num_branches
-                > min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-                or not self._may_return(group)
-                or not self._life.reserve.has_room(group, need, self._life.running, self.kv)
-            ):
-                return False
-            branches += group.num_branches
-            self._life.bring_back(group, plan, self._next_step_id, self._now)
-            # A prompt that was parked before its end may fork here; its new branches have their token already.
-            for seq in list(group.live):
-                self._plan_chunk(seq, plan, budget)
-        return True
-
-    def _admit(self, plan: PlanBuilder, budget: TokenBudget) -> None:
-        """Let waiting groups in, in order, while rows, budget and blocks last. Nobody overtakes the head."""
-        branches = sum(group.num_branches for group in self._life.running)
-        max_branches = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        while budget.left > 0:
-            group = self._life.waiting.head
-            if group is None or branches + group.num_branches > max_branches:
-                return
-            if self._life.swapped.head is not None and self._life.swapped.head.order < group.order:
-                # Let in what was before the head of the swapped; what is behind it must not overtake.
-                return
-            if not self._may_return(group):
-                return
-            hit = self._find(group, plan)
-            if not self._life.reserve.fits(group, hit, self._life.running, self.kv):
-                return
-            branches += group.num_branches
-            self._life.start(group, hit, plan, self._next_step_id, self._now)
-            self._plan_chunk(group.live[0], plan, budget)
-
-    def _find(self, group: SequenceGroup, plan: PlanBuilder) -> PrefixHit:
-        """Where a waiting group can start: in the prefix tree, or in the blocks of the request it was forked from."""
-        tokens = group.live[0].token_ids.tobytes()
-        hit = self.kv.find_prefix(group, tokens)
-        for source in self._fork_sources(group.request):
-            if source.row is None:
-                continue
-            computed = source.num_computed_tokens - plan.num_tokens_of(source.row)
-            found = self.kv.find_in(source, computed, tokens)
-            if found.tail_block in plan.block_copies[1::2]:
-                # It is being made by this very plan, and copies of one plan know no order.
-                found = self.kv.without_tail(found)
-            if found.num_tokens > hit.num_tokens:
-                hit = found
-        return hit
-
-    def _fork_sources(self, request: Request) -> list[Sequence]:
-        """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
-        parent = self._life.groups.get(request.fork_of)
-        if parent is None or parent.root_key != (request.cache_salt, request.adapter):
-            return []
-        return parent.live
-
-    def _may_return(self, group: SequenceGroup) -> bool:
-        """Not in the step in which it gave way, nor before samples that were under way then have come in: their
-        values are needed to go on."""
-        return group.parked_at_step < self._next_step_id and not any(seq.num_pending for seq in group.live)
-
-    def _break_deadlock(self, plan: PlanBuilder, budget: TokenBudget) -> None:
-        """Started prefills have taken all blocks and none can go on: the youngest give way to the first."""
-        while not plan.rows:
-            self._preempt(plan)
-            _, prefills = self._runnable()
-            self._prefill_left = 0
-            self._plan_returning(plan, budget)
-            self._plan_prefills(prefills, plan, budget)
-
-    def _preempt(self, plan: PlanBuilder) -> None:
-        """Choose a victim, price both ways, and park it."""
-        chosen = choose_victim(
-            self._life.running, self._parking.price, self.config.victims, self._next_step_id
-        )
-        assert chosen is not None, "blocks are short and nobody can give way"
-        self._life.park(*chosen, plan, self._next_step_id, self._now)

@@ -7,10 +7,11 @@ a token. Knows nothing of pools or plans.
 from __future__ import annotations
 
 import enum
+import math
 from array import array
 from dataclasses import dataclass
 
-from octavo.protos.types import FinishReason, Request, RequestMetrics, TokenLogprobs
+from octavo.protos.types import FinishReason, Request, RequestMetrics, Resume, TokenLogprobs
 from octavo.scheduler.beam_search import BeamSearch
 from octavo.scheduler.prefix_tree import RootKey
 
@@ -119,6 +120,7 @@ class SequenceGroup:
         "first_token_at",
         "forked",
         "found_tokens",
+        "line",
         "live",
         "max_tokens",
         "num_preemptions",
@@ -130,11 +132,25 @@ class SequenceGroup:
         "state",
     )
 
-    def __init__(self, request: Request, *, arrival_number: int, arrived_at: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        arrival_number: int,
+        arrived_at: float,
+        max_tokens: int,
+        priority_aging_seconds: float = math.inf,
+    ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.arrival_number = arrival_number
         self.arrived_at = arrived_at
+        priority = request.priority
+        self.line = (
+            (float(priority), 0.0)
+            if math.isinf(priority_aging_seconds)
+            else (0.0, arrived_at + priority * priority_aging_seconds)
+        )
         self.state = GroupState.WAITING
         self.live: list[Sequence] = [Sequence(self, 0)]
         """Branches that have not ended, by branch number."""
@@ -156,9 +172,11 @@ class SequenceGroup:
         """No victim before this step: a return has bought it."""
 
     @property
-    def order(self) -> tuple[int, int]:
-        """First come, first served within a priority. Arrival numbers are unique, so this never ties."""
-        return (self.request.priority, self.arrival_number)
+    def order(self) -> tuple[float, float, int]:
+        """Place in line. First come, first served within a priority, and a step of priority is a head start of
+        `priority_aging_seconds`: whoever waits ages past later ones of higher priority. Arrival numbers are unique, so
+        this never ties."""
+        return (*self.line, self.arrival_number)
 
     def ready_beams(self) -> list[Sequence]:
         """Beams with a token to run: neither under way nor waiting for the others."""
@@ -174,6 +192,30 @@ class SequenceGroup:
     def move_to(self, state: GroupState) -> None:
         assert (self.state, state) in _TRANSITIONS, f"{self.state} -> {state}"
         self.state = state
+
+    def go_on_from(self, resume: Resume, now: float) -> None:
+        """A new group takes the place of one that was lost elsewhere: its outputs are outputs here too, so that
+        positions, penalties and limits count on. The caller has checked it (`check_resume`)."""
+        so_far = resume.metrics
+        self.arrived_at = now - so_far.total_seconds
+        if not resume.branches:
+            return
+        self.admitted_at = self.arrived_at + so_far.queue_seconds
+        self.first_token_at = self.arrived_at + so_far.ttft_seconds
+        self.cached_tokens = so_far.cached_tokens
+        self.num_preemptions = so_far.num_preemptions
+        self.recomputed_tokens = so_far.recomputed_tokens
+        self.forked = True
+        self.live = []
+        for number, branch in enumerate(resume.branches):
+            if branch.finish_reason is None:
+                seq = Sequence(self, number)
+                # All but the last output had KV where it comes from.
+                seq.num_lost_tokens = len(seq.token_ids) + len(branch.token_ids) - 1
+                seq.token_ids.frombytes(branch.token_ids.tobytes())
+                seq.num_total_tokens = len(seq.token_ids)
+                seq.num_planned_outputs = len(branch.token_ids)
+                self.live.append(seq)
 
     def metrics(self, now: float) -> RequestMetrics:
         return RequestMetrics(

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import octavo.worker  # noqa: F401 - before any test imports torch: it sets how long OpenMP's threads spin
 
 from .golden import Golden
+
+# How long an example takes says how busy the machine is. What was found stays found: the same examples every time.
+settings.register_profile("octavo", deadline=None, derandomize=True, print_blob=False)
+settings.load_profile("octavo")
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = {
     "octavo.cluster.cli",  # the console script
     "octavo.kernels.aot",  # prints what each kernel needs of each GPU, without one
-    "octavo.kernels.reference",  # the oracle of tests and benchmarks
+    "octavo.kernels.reference",  # the oracles of tests and benchmarks
+    "octavo.kernels.reference_quantised",
+    "octavo.kernels.reference_sampling",
     "octavo.protos.generate",  # make protos
 }
 """Modules that are started by name and so need no importer."""

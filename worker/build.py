@@ -17,8 +17,12 @@ import torch
 from octavo.kernels.dispatch import supported_dtypes
 from octavo.protos.errors import ConfigError
 from octavo.protos.types import ModelInfo, WorkerInfo
+from octavo.worker.accelerate import accelerate
 from octavo.worker.config import WorkerConfig
+from octavo.worker.cuda_graphs import with_graphs
 from octavo.worker.executor import Executor
+from octavo.worker.fused import FusedDecoder
+from octavo.worker.gpu_sampler import choose_sampler
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import (
     DeviceMemory,
@@ -33,7 +37,6 @@ from octavo.worker.kv_pool import (
 from octavo.worker.loader import LoadedModel, load_model, resolve_model
 from octavo.worker.model import ModelRunner
 from octavo.worker.plan_checks import BatchLimits
-from octavo.worker.sampler import Sampler
 from octavo.worker.swap import STAGING_BLOCKS, SwapSpace, choose_num_host_blocks
 from octavo.worker.warmup import (
     made_up_batch,
@@ -64,6 +67,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         raise ConfigError(
             f"dtype on {device.type} must be one of {accepted}, got {dtype_name}", param="dtype"
         )
+    decoder = accelerate(loaded, quantization=config.quantization)
     kv_shape = KVShape(
         num_layers=loaded.shape.num_layers,
         num_kv_heads=loaded.shape.num_kv_heads,
@@ -78,7 +82,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         vocab_size=model.vocab_size,
         block_size=config.block_size,
     )
-    num_blocks = _choose_num_blocks(config, limits, kv_shape, loaded)
+    num_blocks = _choose_num_blocks(config, limits, kv_shape, loaded, decoder)
     num_host_blocks = choose_num_host_blocks(
         config.num_host_blocks,
         kv_shape,
@@ -88,7 +92,12 @@ def build_executor(config: WorkerConfig) -> Executor:
     limits = dataclasses.replace(limits, num_host_blocks=num_host_blocks)
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
     swap_space = SwapSpace(kv_pool, num_blocks=num_host_blocks)
-    runner = ModelRunner(loaded, kv_pool.kv)
+    runner = with_graphs(
+        ModelRunner(loaded, kv_pool.kv, decoder),
+        max_num_seqs=config.max_num_seqs,
+        max_blocks_per_seq=-(-model.max_model_len // config.block_size),
+        device=device,
+    )
     speed = measure_speed(
         runner,
         device=device,
@@ -125,7 +134,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         info.host_link_bytes_per_second / 1e9,
     )
     input_batch = InputBatch(limits, num_blocks=num_blocks)
-    return Executor(runner, kv_pool, swap_space, input_batch, Sampler(), info)
+    return Executor(runner, kv_pool, swap_space, input_batch, choose_sampler(device), info)
 
 
 def choose_device(device: str) -> torch.device:
@@ -174,7 +183,11 @@ def available_cpus() -> int:
 
 
 def _choose_num_blocks(
-    config: WorkerConfig, limits: BatchLimits, kv_shape: KVShape, loaded: LoadedModel
+    config: WorkerConfig,
+    limits: BatchLimits,
+    kv_shape: KVShape,
+    loaded: LoadedModel,
+    decoder: FusedDecoder | None,
 ) -> int:
     """Blocks of the pool: as asked, else what fits."""
     if loaded.device.type == "cpu":
@@ -184,7 +197,7 @@ def _choose_num_blocks(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
         )
-    memory = _measure_cuda_memory(limits, kv_shape, loaded)
+    memory = _measure_cuda_memory(limits, kv_shape, loaded, decoder)
     if config.num_host_blocks != 0:
         staging = STAGING_BLOCKS * kv_shape.bytes_per_block
         memory = dataclasses.replace(memory, reserve=memory.reserve + staging)
@@ -194,7 +207,9 @@ def _choose_num_blocks(
     return cuda_num_blocks(kv_shape, memory, gpu_memory_utilization=config.gpu_memory_utilization)
 
 
-def _measure_cuda_memory(limits: BatchLimits, kv_shape: KVShape, loaded: LoadedModel) -> DeviceMemory:
+def _measure_cuda_memory(
+    limits: BatchLimits, kv_shape: KVShape, loaded: LoadedModel, decoder: FusedDecoder | None
+) -> DeviceMemory:
     """Run a worst-case step in a pool just large enough for it, then let that pool go."""
     device = loaded.device
     used_by_us = torch.cuda.memory_allocated(device)
@@ -205,7 +220,7 @@ def _measure_cuda_memory(limits: BatchLimits, kv_shape: KVShape, loaded: LoadedM
     )
     block_size, vocab_size = limits.block_size, limits.vocab_size
     pool = KVPool(kv_shape, num_blocks=num_blocks_of(chunks, block_size), device=device)
-    runner = ModelRunner(loaded, pool.kv)
+    runner = ModelRunner(loaded, pool.kv, decoder)
     batch = made_up_batch(chunks, block_size=block_size, vocab_size=vocab_size, device=device)
     try:
         reserve = measure_step_bytes(runner, batch, device=device, vocab_size=vocab_size)
@@ -216,7 +231,7 @@ def _measure_cuda_memory(limits: BatchLimits, kv_shape: KVShape, loaded: LoadedM
             param="max_num_batched_tokens",
         ) from error
     # The model holds the trial pool until it is bound to another one.
-    ModelRunner(loaded, KVPool(kv_shape, num_blocks=1, device=device).kv)
+    ModelRunner(loaded, KVPool(kv_shape, num_blocks=1, device=device).kv, decoder)
     del runner, pool, batch
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

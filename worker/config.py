@@ -8,8 +8,9 @@ from octavo.protos.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS: tuple[str, ...] = ()
-"""None so far: weights run in the dtype they are loaded in."""
+QUANTIZATIONS = ("fp16", "int8")
+"""Of the weights of matrix products, on a CPU: `worker.linears` says what each does, docs/performance.md what it costs
+in quality."""
 GPU_MEMORY_UTILIZATION_MAX = 0.95
 """Above this, fragmentation and the driver's own needs run a device out of memory sooner or later."""
 

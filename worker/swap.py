@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from octavo.kernels import dispatch
 from octavo.protos.errors import ConfigError, IntegrityError
 from octavo.protos.types import Int32Array
 from octavo.worker.kv_pool import KVPool, KVShape, gib
@@ -170,11 +171,12 @@ class _CudaLink:
 
     def out(self, device_ids: list[int], host_ids: list[int]) -> None:
         compute = torch.cuda.current_stream(self._kv.device)
+        all_ids = self._index(device_ids)
         for start in range(0, len(device_ids), self._half):
-            ids = self._index(device_ids[start : start + self._half])
+            ids = all_ids[start : start + self._half]
             staging = self._next_staging()
             compute.wait_event(staging.idle)
-            staging.blocks[: len(ids)].copy_(self._kv.index_select(2, ids).movedim(2, 0))
+            dispatch.gather_blocks(self._kv, ids, staging.blocks)
             self._side.wait_event(compute.record_event())
             with torch.cuda.stream(self._side):
                 for index, host_id in enumerate(host_ids[start : start + self._half]):
@@ -183,8 +185,9 @@ class _CudaLink:
 
     def back(self, host_ids: list[int], device_ids: list[int]) -> None:
         compute = torch.cuda.current_stream(self._kv.device)
+        all_ids = self._index(device_ids)
         for start in range(0, len(host_ids), self._half):
-            ids = self._index(device_ids[start : start + self._half])
+            ids = all_ids[start : start + self._half]
             staging = self._next_staging()
             with torch.cuda.stream(self._side):
                 self._side.wait_event(staging.idle)
@@ -192,7 +195,7 @@ class _CudaLink:
                     staging.blocks[index].copy_(self._blocks[host_id], non_blocking=True)
                 arrived = self._side.record_event()
             compute.wait_event(arrived)
-            self._kv.index_copy_(2, ids, staging.blocks[: len(ids)].movedim(0, 2))
+            dispatch.scatter_blocks(staging.blocks, ids, self._kv)
             staging.idle.record(compute)
 
     def _next_staging(self) -> _Staging:
@@ -200,4 +203,6 @@ class _CudaLink:
         return self._staging[0]
 
     def _index(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._kv.device)
+        """On the device, without waiting for it: from pinned memory, which torch keeps until the copy is done."""
+        index = torch.tensor(ids, dtype=torch.int64).pin_memory()
+        return index.to(self._kv.device, non_blocking=True)

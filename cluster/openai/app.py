@@ -26,7 +26,7 @@ from octavo.cluster.openai.chat import ChatShape
 from octavo.cluster.openai.completions import CompletionShape, echoes_of
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON
-from octavo.cluster.openai.front_door import FrontDoor
+from octavo.cluster.openai.front_door import FrontDoor, tenant_of
 from octavo.cluster.openai.generation import Generation
 from octavo.cluster.openai.prompts import (
     Prompt,
@@ -111,7 +111,13 @@ class _Routes:
         name = self._served(call.model)
         prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
         requests = build_requests(
-            call, prompts, self._backend.model, self._config, prefix="chatcmpl", param="messages"
+            call,
+            prompts,
+            self._backend.model,
+            self._config,
+            prefix="chatcmpl",
+            param="messages",
+            tenant=tenant_of(request.scope),
         )
         return self._reply(call, prompts, requests, ChatShape(call), name, arrived)
 
@@ -122,7 +128,13 @@ class _Routes:
         name = self._served(call.model)
         prompts = await completion_prompts(call, self._tokenizer, self._backend.model, self._config)
         requests = build_requests(
-            call, prompts, self._backend.model, self._config, prefix="cmpl", param="prompt"
+            call,
+            prompts,
+            self._backend.model,
+            self._config,
+            prefix="cmpl",
+            param="prompt",
+            tenant=tenant_of(request.scope),
         )
         shape = CompletionShape(call, echoes_of(call, prompts, self._tokenizer))
         return self._reply(call, prompts, requests, shape, name, arrived)
@@ -133,7 +145,7 @@ class _Routes:
         call = parse_fork(await read_json(request, self._config), self._config)
         name = self._served(call.model)
         parent = await self._backend.tokens(call.request_id, call.branch)
-        fork = fork_request(call, parent, self._backend.model, self._config)
+        fork = fork_request(call, parent, self._backend.model, self._config, tenant=tenant_of(request.scope))
         forked_at = parent.num_output_tokens
         return self._reply(
             call,

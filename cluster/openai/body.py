@@ -112,6 +112,16 @@ class Body:
             raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", param=name)
         return value
 
+    def seconds(self, name: str, high: float) -> float | None:
+        value = self.any(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high:
+            raise InvalidRequestError(
+                f"{name} must be a number of seconds in (0, {high:g}], got {value!r:.80}", param=name
+            )
+        return float(value)
+
     def object(self, name: str) -> Body | None:
         value = self.any(name)
         if value is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hmac
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +28,15 @@ UNKNOWN_ROUTE = "unknown"
 """Metrics label of paths that lead nowhere: a client must not be able to make new labels."""
 UNKNOWN_METHOD = "OTHER"
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
+
+
+TENANT_KEY = "octavo.tenant"
+"""In the ASGI scope: who asks, where API keys are set."""
+
+
+def tenant_of(scope: MutableMapping[str, Any]) -> str:
+    """Who shares fairly with whom; all are one where no API keys are set."""
+    return str(scope.get(TENANT_KEY, ""))
 
 
 class FrontDoor:
@@ -85,20 +95,23 @@ class FrontDoor:
                 f"X-Request-Id has {len(theirs)} bytes; the limit is {config.request_id_bytes_max}"
             )
         if self._keys and scope["path"] not in OPEN_PATHS:
-            self._check_key(headers)
+            scope[TENANT_KEY] = self._check_key(headers)
         if generating and self._num_generating > config.requests_in_flight_max:
             raise OverloadedError(
                 f"{config.requests_in_flight_max} requests are running here, which is the limit; try again later",
                 retry_after_seconds=config.retry_after_seconds,
             )
 
-    def _check_key(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _check_key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The tenant whose key it is, by its place in the configuration: the key itself goes no further."""
         scheme, _, key = (_header(headers, b"authorization") or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             raise AuthenticationError("an API key is needed: send it as Authorization: Bearer KEY")
         # Every key is compared, in constant time, so that the answer's delay tells nothing.
-        if not any([hmac.compare_digest(key.strip(), known) for known in self._keys]):  # noqa: C419
+        equal = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if not any(equal):
             raise AuthenticationError("the API key is not valid")
+        return f"key-{equal.index(True)}"
 
 
 class _Reply:

@@ -111,7 +111,14 @@ def _refuse_endless(text: str, tokenizer: Tokenizer, model: ModelInfo, place: st
 
 
 def build_requests(
-    call: Call, prompts: Sequence[Prompt], model: ModelInfo, config: HttpConfig, *, prefix: str, param: str
+    call: Call,
+    prompts: Sequence[Prompt],
+    model: ModelInfo,
+    config: HttpConfig,
+    *,
+    prefix: str,
+    param: str,
+    tenant: str = "",
 ) -> list[Request]:
     """One `Request` a prompt, with ids of ours ("`prefix`-uuid", numbered when there are several).
 
@@ -135,6 +142,8 @@ def build_requests(
             seed=_seed(call.params),
             eos_token_ids=() if call.params.ignore_eos else model.eos_token_ids,
             priority=call.priority,
+            timeout_seconds=call.timeout,
+            tenant=tenant,
             cache_salt=call.cache_salt,
             use_prefix_cache=call.use_prefix_cache,
         )
@@ -142,13 +151,21 @@ def build_requests(
     ]
 
 
-def fork_request(call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig) -> Request:
+def fork_request(
+    call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig, *, tenant: str = ""
+) -> Request:
     """A request that goes on from where `parent` stands, under its salt and adapter whatever `call` says.
 
     Raises as `build_requests`.
     """
     (request,) = build_requests(
-        call, [Prompt(parent.token_ids)], model, config, prefix="cmpl", param="request_id"
+        call,
+        [Prompt(parent.token_ids)],
+        model,
+        config,
+        prefix="cmpl",
+        param="request_id",
+        tenant=tenant,
     )
     return replace(
         request,

@@ -21,6 +21,7 @@ from octavo.protos.types import MAX_LOGPROBS, MAX_N, SamplingParams
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat goes on to the model's limit."""
 PRIORITY_MAX = 2**31 - 1
+TIMEOUT_SECONDS_MAX = 86_400.0
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 _SAMPLING_NAMES = (
@@ -122,6 +123,8 @@ class Call:
     cache_salt: str = ""
     use_prefix_cache: bool = True
     priority: int = 0
+    timeout: float | None = None
+    """Seconds."""
     return_token_ids: bool = False
     add_special_tokens: bool = True
     ignored: tuple[str, ...] = ()
@@ -291,6 +294,7 @@ def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> di
         "include_usage": include_usage,
         "cache_salt": body.text("cache_salt", "") or "",
         "use_prefix_cache": body.flag("use_prefix_cache", True),
+        "timeout": body.seconds("timeout", TIMEOUT_SECONDS_MAX),
         "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
         "return_token_ids": body.flag("return_token_ids"),
     }

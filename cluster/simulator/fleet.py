@@ -71,6 +71,7 @@ class FleetConfig:
             prefix_cache=self.prefix_cache,
             itl_target=self.itl_target,
             max_waiting=WAITING_MAX,
+            max_waiting_tokens=WAITING_MAX * self.max_model_len,
         )
 
 

@@ -1,5 +1,25 @@
 """CPU twins of the Triton kernels, in numba."""
 
-from octavo.kernels.cpu.ops import copy_blocks, paged_attention, warm_up, write_kv
+from octavo.kernels.cpu.ops import (
+    copy_blocks,
+    normalize_rows,
+    paged_attention,
+    rms_norm,
+    scale_rows,
+    silu_mul,
+    warm_up,
+    write_kv,
+    write_kv_rope,
+)
 
-__all__ = ["copy_blocks", "paged_attention", "warm_up", "write_kv"]
+__all__ = [
+    "copy_blocks",
+    "normalize_rows",
+    "paged_attention",
+    "rms_norm",
+    "scale_rows",
+    "silu_mul",
+    "warm_up",
+    "write_kv",
+    "write_kv_rope",
+]

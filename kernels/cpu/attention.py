@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from octavo.kernels.cpu.memory import float32_at, int32_at
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
@@ -304,3 +305,41 @@ def paged_attention_kernel(
         )
     if part_rows > 0:
         merge_parts(items, cu_seqlens_q, shape, out, out_strides, parts)
+
+
+@compiled()
+def paged_attention_float32(
+    q: tuple[int, int, int],
+    k_cache_at: int,
+    v_cache_at: int,
+    num_blocks: int,
+    tables: tuple[int, int, int],
+    cu_seqlens_q_at: int,
+    context_lens_at: int,
+    shape: tuple[int, int, int, int],
+    options: tuple[int, float, float],
+    out: tuple[int, int, int],
+    num_tokens: int,
+    threads: int,
+) -> None:
+    """`paged_attention_kernel` of float32 tensors given by address.
+
+    q, out  (address, token stride, head stride); tables = (address, sequences, blocks a row)
+    """
+    num_kv_heads, group, block_size, head_dim = shape
+    cache_size = num_blocks * num_kv_heads * block_size * head_dim
+    q_size = (num_tokens - 1) * q[1] + (num_kv_heads * group - 1) * q[2] + head_dim
+    out_size = (num_tokens - 1) * out[1] + (num_kv_heads * group - 1) * out[2] + head_dim
+    table = int32_at(tables[0], tables[1] * tables[2]).reshape((tables[1], tables[2]))
+    paged_attention_kernel(
+        float32_at(q[0], q_size),
+        (q[1], q[2]),
+        (float32_at(k_cache_at, cache_size), float32_at(v_cache_at, cache_size)),
+        (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim),
+        (table, int32_at(cu_seqlens_q_at, tables[1] + 1), int32_at(context_lens_at, tables[1])),
+        shape,
+        options,
+        float32_at(out[0], out_size),
+        (out[1], out[2]),
+        threads,
+    )

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.kernels.cpu import kv_cache, runtime
-from octavo.kernels.cpu.attention import paged_attention_kernel
+from octavo.kernels.cpu import elementwise, kv_cache, runtime
+from octavo.kernels.cpu.attention import paged_attention_float32, paged_attention_kernel
 
 # How the attention kernel is told a number format: by an integer dtype that holds its bits.
 _CARRIER = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -40,7 +40,28 @@ def paged_attention(
     out: torch.Tensor,
 ) -> None:
     """As `dispatch.paged_attention`. Half formats are widened to float32 on reading and `out` is rounded once."""
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    shape = (num_kv_heads, q.shape[1] // num_kv_heads, block_size, head_dim)
+    options = (sliding_window or 0, float(scale), float(softcap or 0.0))
+    # Held by name until the call returns: the kernel sees only their addresses.
+    tables, offsets, lengths = (tensor.contiguous() for tensor in (block_tables, cu_seqlens_q, context_lens))
+    if q.dtype == k_cache.dtype == out.dtype == torch.float32:
+        with runtime.parallel_section:
+            paged_attention_float32(
+                (q.data_ptr(), q.stride(0), q.stride(1)),
+                k_cache.data_ptr(),
+                v_cache.data_ptr(),
+                num_blocks,
+                (tables.data_ptr(), tables.shape[0], tables.shape[1]),
+                offsets.data_ptr(),
+                lengths.data_ptr(),
+                shape,
+                options,
+                (out.data_ptr(), out.stride(0), out.stride(1)),
+                q.shape[0],
+                runtime.thread_count(),
+            )
+        return
     queries = q if q.dtype == torch.float32 else q.float()
     result = out if out.dtype == torch.float32 else torch.zeros(out.shape, dtype=torch.float32)
     carrier = _CARRIER.get(k_cache.dtype)
@@ -51,13 +72,9 @@ def paged_attention(
             (queries.stride(0), queries.stride(1)),
             (_flat(k_cache, carrier), _flat(v_cache, carrier)),
             (num_kv_heads * slots, slots, head_dim),
-            (
-                block_tables.contiguous().numpy(),
-                cu_seqlens_q.contiguous().numpy(),
-                context_lens.contiguous().numpy(),
-            ),
-            (num_kv_heads, q.shape[1] // num_kv_heads, block_size, head_dim),
-            (sliding_window or 0, float(scale), float(softcap or 0.0)),
+            (tables.numpy(), offsets.numpy(), lengths.numpy()),
+            shape,
+            options,
             _flat(result),
             (result.stride(0), result.stride(1)),
             runtime.thread_count(),
@@ -90,6 +107,105 @@ def write_kv(
     )
 
 
+def write_kv_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `dispatch.write_kv_rope`. Half formats go the long way, through float32 copies."""
+    if q.dtype != torch.float32 or k_cache.dtype != torch.float32:
+        wide_q, wide_k = q.float().contiguous(), k.float().contiguous()
+        _rotate(wide_q, cos, sin)
+        _rotate(wide_k, cos, sin)
+        q.copy_(wide_q)
+        write_kv(wide_k, v, k_cache, v_cache, slot_mapping)
+        return
+    slots = slot_mapping.contiguous()
+    kv_cache.write_kv_rope_kernel(
+        q.shape[0],
+        (q.data_ptr(), q.stride(0), q.stride(1)),
+        (k.data_ptr(), k.stride(0), k.stride(1)),
+        (v.data_ptr(), v.stride(0), v.stride(1)),
+        q.shape[1],
+        (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1]),
+        (k_cache.data_ptr(), v_cache.data_ptr()),
+        k_cache.shape[0],
+        (k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]),
+        slots.data_ptr(),
+    )
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = cos.shape[1]
+    first, second = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
+    heads[..., :half] = first * cos[:, None] - second * sin[:, None]
+    heads[..., half : 2 * half] = second * cos[:, None] + first * sin[:, None]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """As `dispatch.rms_norm`. Half formats go the long way, through float32 copies."""
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        if residual is not None:
+            residual += x
+            x = residual
+        wide = torch.empty(x.shape, dtype=torch.float32)
+        rms_norm(x.float(), weight.float(), eps, None, wide)
+        out.copy_(wide)
+        return
+    num_rows, size = x.shape
+    with runtime.parallel_section:
+        elementwise.rms_norm_kernel(
+            num_rows,
+            size,
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            eps,
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            runtime.thread_count(),
+        )
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """As `dispatch.silu_mul`. Half formats go the long way, through float32 copies."""
+    if gate_up.dtype != torch.float32:
+        wide = torch.empty(out.shape, dtype=torch.float32)
+        silu_mul(gate_up.float(), wide)
+        out.copy_(wide)
+        return
+    num_rows, size = out.shape
+    with runtime.parallel_section:
+        elementwise.silu_mul_kernel(
+            num_rows, size, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), runtime.thread_count()
+        )
+
+
+def normalize_rows(x: torch.Tensor, rows: torch.Tensor, peaks: torch.Tensor) -> None:
+    """As `dispatch.normalize_rows`."""
+    x = x.contiguous()
+    elementwise.normalize_rows_kernel(x.shape[0], x.shape[1], x.data_ptr(), rows.data_ptr(), peaks.data_ptr())
+
+
+def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """As `dispatch.scale_rows`."""
+    elementwise.scale_rows_kernel(
+        x.shape[0],
+        x.shape[1],
+        x.data_ptr(),
+        factors.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """As `dispatch.copy_blocks`."""
     planes = kv.view(kv.shape[0] * 2, kv.shape[2], -1).view(_BITS[kv.element_size()])
@@ -102,6 +218,19 @@ def warm_up(dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: 
     rows = torch.zeros(2, num_heads, head_dim, dtype=dtype)
     write_kv(rows[:, :num_kv_heads], rows[:, :num_kv_heads], kv[0, 0], kv[0, 1], torch.tensor([0, -1]))
     copy_blocks(kv, torch.tensor([[0, 1]]))
+    angles = torch.zeros(2, head_dim // 2)
+    write_kv_rope(
+        rows,
+        rows[:, :num_kv_heads],
+        rows[:, :num_kv_heads],
+        angles,
+        angles,
+        kv[0, 0],
+        kv[0, 1],
+        torch.tensor([0, -1]),
+    )
+    rms_norm(rows[:, 0], rows[0, 0], 1e-6, None, torch.empty_like(rows[:, 0]))
+    silu_mul(rows.view(2, -1)[:, :2], torch.empty(2, 1, dtype=dtype))
     paged_attention(
         rows,
         kv[0, 0],

@@ -1,7 +1,7 @@
 """One tile of attention on the CPU: a few query rows against the keys of one sequence.
 
-Owns the inner loops: products that keep their sums in registers, masking, the online softmax of Milakov and
-Gimelshein (2018). Keys are walked `KEY_TILE` at a time, block by block where they lie in the cache, and a block
+Owns the walk over keys, masking, and the online softmax of Milakov and Gimelshein (2018); `products` owns the inner
+loops. Keys are walked `KEY_TILE` at a time, block by block where they lie in the cache, and a block
 is read once for all rows of the tile. Knows nothing of batches, threads or torch.
 
 Offsets and strides are in elements. Keys and values may be float32, uint16
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.kernels.cpu.products import Matrix, accumulate, accumulate_few, dot_rows, prefetch_block
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
@@ -22,11 +23,9 @@ from octavo.kernels.cpu.simd import (
     vadd,
     vdiv,
     vexp2,
-    vfma,
     vkeep,
     vload,
     vload_lanes,
-    vload_splat,
     vmax,
     vmax_lanes,
     vmul,
@@ -34,12 +33,8 @@ from octavo.kernels.cpu.simd import (
     vstore,
     vstore_lanes,
     vsub,
-    vsum_each,
     vtranspose,
 )
-
-Matrix = tuple[Any, int, int]
-"""(flat array, offset of [0, 0], row stride)"""
 
 KEY_TILE = 64
 """Keys between two updates of the running maximum, in whole blocks."""
@@ -51,122 +46,6 @@ FEW_ROWS = 8
 def round_up(count: int) -> int:
     """`count` padded to whole vectors."""
     return (count + LANES - 1) // LANES * LANES
-
-
-@compiled()
-def accumulate(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int) -> None:
-    """result[rows, columns] += left[rows, depth] @ right[depth, columns]; `columns` is a multiple of 8.
-
-    Four rows by sixteen columns stay in registers; every element of the result adds its products in the order
-    of depth, whatever the shape around it.
-    """
-    a, a_at, a_stride = left
-    b, b_at, b_stride = right
-    c, c_at, c_stride = result
-    row = 0
-    while row + 4 <= rows:
-        a0 = a_at + row * a_stride
-        a1 = a0 + a_stride
-        a2 = a1 + a_stride
-        a3 = a2 + a_stride
-        column = 0
-        while column + 2 * LANES <= columns:
-            c0 = c_at + row * c_stride + column
-            c1 = c0 + c_stride
-            c2 = c1 + c_stride
-            c3 = c2 + c_stride
-            c00, c01 = vload(c, c0), vload(c, c0 + LANES)
-            c10, c11 = vload(c, c1), vload(c, c1 + LANES)
-            c20, c21 = vload(c, c2), vload(c, c2 + LANES)
-            c30, c31 = vload(c, c3), vload(c, c3 + LANES)
-            for k in range(depth):
-                b0 = vload(b, b_at + k * b_stride + column)
-                b1 = vload(b, b_at + k * b_stride + column + LANES)
-                x = vload_splat(a, a0 + k)
-                c00, c01 = vfma(x, b0, c00), vfma(x, b1, c01)
-                x = vload_splat(a, a1 + k)
-                c10, c11 = vfma(x, b0, c10), vfma(x, b1, c11)
-                x = vload_splat(a, a2 + k)
-                c20, c21 = vfma(x, b0, c20), vfma(x, b1, c21)
-                x = vload_splat(a, a3 + k)
-                c30, c31 = vfma(x, b0, c30), vfma(x, b1, c31)
-            vstore(c, c0, c00)
-            vstore(c, c0 + LANES, c01)
-            vstore(c, c1, c10)
-            vstore(c, c1 + LANES, c11)
-            vstore(c, c2, c20)
-            vstore(c, c2 + LANES, c21)
-            vstore(c, c3, c30)
-            vstore(c, c3 + LANES, c31)
-            column += 2 * LANES
-        if column < columns:
-            c0 = c_at + row * c_stride + column
-            c1 = c0 + c_stride
-            c2 = c1 + c_stride
-            c3 = c2 + c_stride
-            c00, c10, c20, c30 = vload(c, c0), vload(c, c1), vload(c, c2), vload(c, c3)
-            for k in range(depth):
-                b0 = vload(b, b_at + k * b_stride + column)
-                c00 = vfma(vload_splat(a, a0 + k), b0, c00)
-                c10 = vfma(vload_splat(a, a1 + k), b0, c10)
-                c20 = vfma(vload_splat(a, a2 + k), b0, c20)
-                c30 = vfma(vload_splat(a, a3 + k), b0, c30)
-            vstore(c, c0, c00)
-            vstore(c, c1, c10)
-            vstore(c, c2, c20)
-            vstore(c, c3, c30)
-        row += 4
-    while row < rows:
-        a0 = a_at + row * a_stride
-        column = 0
-        while column + 4 * LANES <= columns:
-            c0 = c_at + row * c_stride + column
-            c00, c01 = vload(c, c0), vload(c, c0 + LANES)
-            c02, c03 = vload(c, c0 + 2 * LANES), vload(c, c0 + 3 * LANES)
-            for k in range(depth):
-                b0 = b_at + k * b_stride + column
-                x = vload_splat(a, a0 + k)
-                c00 = vfma(x, vload(b, b0), c00)
-                c01 = vfma(x, vload(b, b0 + LANES), c01)
-                c02 = vfma(x, vload(b, b0 + 2 * LANES), c02)
-                c03 = vfma(x, vload(b, b0 + 3 * LANES), c03)
-            vstore(c, c0, c00)
-            vstore(c, c0 + LANES, c01)
-            vstore(c, c0 + 2 * LANES, c02)
-            vstore(c, c0 + 3 * LANES, c03)
-            column += 4 * LANES
-        while column < columns:
-            c0 = c_at + row * c_stride + column
-            c00 = vload(c, c0)
-            for k in range(depth):
-                c00 = vfma(vload_splat(a, a0 + k), vload(b, b_at + k * b_stride + column), c00)
-            vstore(c, c0, c00)
-            column += LANES
-        row += 1
-
-
-@compiled()
-def dot_rows(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int) -> None:
-    """result[rows, columns] = left[rows, depth] @ right[columns, depth].T; `columns`, `depth` multiples of 8."""
-    a, a_at, a_stride = left
-    b, b_at, b_stride = right
-    c, c_at, c_stride = result
-    for row in range(rows):
-        for column in range(0, columns, LANES):
-            zero = vsplat(0.0)
-            s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-            b0 = b_at + column * b_stride
-            for k in range(0, depth, LANES):
-                x = vload(a, a_at + row * a_stride + k)
-                s0 = vfma(x, vload(b, b0 + k), s0)
-                s1 = vfma(x, vload(b, b0 + b_stride + k), s1)
-                s2 = vfma(x, vload(b, b0 + 2 * b_stride + k), s2)
-                s3 = vfma(x, vload(b, b0 + 3 * b_stride + k), s3)
-                s4 = vfma(x, vload(b, b0 + 4 * b_stride + k), s4)
-                s5 = vfma(x, vload(b, b0 + 5 * b_stride + k), s5)
-                s6 = vfma(x, vload(b, b0 + 6 * b_stride + k), s6)
-                s7 = vfma(x, vload(b, b0 + 7 * b_stride + k), s7)
-            vstore(c, c_at + row * c_stride + column, vsum_each(s0, s1, s2, s3, s4, s5, s6, s7))
 
 
 @compiled()
@@ -253,12 +132,23 @@ def update_softmax(
 
 @compiled()
 def score_block(
-    queries: Matrix, keys: Matrix, scores: Matrix, rows: int, padded: int, depth: int, transposed: Any
+    queries: Matrix,
+    keys: Matrix,
+    scores: Matrix,
+    rows: int,
+    padded: int,
+    depth: int,
+    transposed: Any,
+    ahead: tuple[Any, int],
 ) -> None:
-    """scores[rows, padded] = queries[rows, depth] @ keys[padded, depth].T, for one block of keys."""
+    """scores[rows, padded] = queries[rows, depth] @ keys[padded, depth].T, for one block of keys.
+
+    ahead = (array, offset) of a block of the same size that is wanted next.
+    """
     if rows <= FEW_ROWS:
-        dot_rows(queries, keys, scores, rows, padded, depth)
+        dot_rows(queries, keys, scores, rows, padded, depth, ahead)
         return
+    prefetch_block(ahead[0], ahead[1], padded * depth)
     k, k_at, k_stride = keys
     for slot in range(0, padded, LANES):
         for d in range(0, depth, LANES):
@@ -328,18 +218,28 @@ def attend(
         num_blocks = min(tile_blocks, end_block - block)
         for i in range(num_blocks):
             at = table[block + i] * block_stride + head_at
+            values_ahead = (v, at)
             if not direct:
                 widen_rows((k, at, slot_stride), wide_k, depth, block_size, head_dim)
                 at = 0
             keys = (keys_at_hand, at, row_stride)
             score_block(
-                (queries, 0, depth), keys, (scores, i * padded, stride), rows, padded, depth, transposed
+                (queries, 0, depth),
+                keys,
+                (scores, i * padded, stride),
+                rows,
+                padded,
+                depth,
+                transposed,
+                values_ahead,
             )
         tile = (block, num_blocks, block_size)
         update_softmax(
             (scores, 0, stride), rows, group, position, tile, seen, window, cap, accumulated, depth
         )
         for i in range(num_blocks):
+            following = min(block + tile_blocks + i, end_block - 1)
+            keys_ahead = (k, table[following] * block_stride + head_at)
             first = (block + i) * block_size
             low = max(seen[0] - first, 0)
             count = min(seen[1] - first, block_size) - low
@@ -348,7 +248,11 @@ def attend(
                 widen_rows((v, at, slot_stride), wide_v, depth, count, head_dim)
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
-            accumulate(weights, values, (output, 0, depth), rows, depth, count)
+            if rows < 4:
+                accumulate_few(weights, values, (output, 0, depth), rows, depth, count, keys_ahead)
+            else:
+                prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
+                accumulate(weights, values, (output, 0, depth), rows, depth, count)
 
 
 @compiled()

@@ -8,12 +8,11 @@ import grpc
 import numpy as np
 import pytest
 
-from octavo.cluster import coordinator_servicer, worker_link
+from octavo.cluster import coordinator_servicer
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.cluster_stats import COUNTERS, GAUGES, MAXIMA, total
 from octavo.cluster.coordinator_client import GrpcBackend
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
-from octavo.cluster.coordinator_servicer import CoordinatorServer
+from octavo.cluster.coordinator_core import CoordinatorConfig
 from octavo.protos import coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     ConfigError,
@@ -26,88 +25,9 @@ from octavo.protos.errors import (
 from octavo.protos.types import FinishReason, Request, SamplingParams
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
-from octavo.worker.servicer import WorkerServer
 
-from .support import MODEL, FakeExecutor, collect, expected, make_request, run, until, worker_info
-
-
-class Cluster:
-    """A coordinator, `num_workers` fake workers, and ingresses as they are asked for."""
-
-    def __init__(
-        self, num_workers=1, *, info=None, step_seconds=0.0, budget=512, keepalive_seconds=10.0, **config
-    ):
-        self.worker_ids = tuple(f"worker-{number}" for number in range(num_workers))
-        options = {"max_num_batched_tokens": budget, **config.pop("scheduler_options", {})}
-        self.config = CoordinatorConfig(
-            worker_ids=self.worker_ids, scheduler_options=options, lease_seconds=1.0, **config
-        )
-        self.info = info or {}
-        self.keepalive_seconds = keepalive_seconds
-        self.budget = budget
-        self.step_seconds = step_seconds
-        self.servers = {}
-        self.executors = {}
-        self.addresses = {}
-        self.backends = []
-        self.stuck = []
-
-    async def __aenter__(self):
-        await self.start_coordinator()
-        for worker_id in self.worker_ids:
-            await self.start_worker(worker_id)
-        await until(lambda: self.core.health().status is HealthStatus.READY)
-        return self
-
-    async def __aexit__(self, *_):
-        for executor in self.executors.values():
-            executor.gate.set()
-        for backend in self.backends:
-            await backend.close()
-        await self.core.close()
-        for server in self.servers.values():
-            await server.stop()
-        await self.server.stop(0)
-
-    async def start_coordinator(self):
-        self.core = CoordinatorCore(self.config, on_stuck=self.stuck.append)
-        self.server = CoordinatorServer(self.core, host="127.0.0.1", keepalive_seconds=self.keepalive_seconds)
-        self.address = await self.server.start()
-
-    async def start_worker(self, worker_id):
-        executor = FakeExecutor(
-            worker_info(worker_id, **self.info), budget=self.budget, step_seconds=self.step_seconds
-        )
-        server = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None, heartbeat_seconds=0.05)
-        self.executors[worker_id], self.servers[worker_id] = executor, server
-        self.addresses[worker_id] = await server.start()
-        self.core.announce(worker_id, self.addresses[worker_id])
-
-    async def kill_worker(self, worker_id):
-        self.executors[worker_id].gate.set()
-        await self.servers.pop(worker_id).stop()
-
-    async def backend(self, **options):
-        async def find():
-            return self.address
-
-        backend = GrpcBackend(MODEL, find, **options)
-        backend.start()
-        await backend.wait_connected(10)
-        self.backends.append(backend)
-        return backend
-
-    def scheduler(self, worker_id="worker-0"):
-        return self.core._slots[worker_id].link.scheduler
-
-    async def idle(self):
-        """Rule R2, once nothing is unfinished."""
-        await until(lambda: self.core.num_unfinished == 0)
-        for worker_id in self.worker_ids:
-            await until(lambda worker_id=worker_id: not self.scheduler(worker_id).has_work)
-            self.scheduler(worker_id).check_integrity()
-            snapshot = self.scheduler(worker_id).snapshot()
-            assert snapshot["running"] == snapshot["waiting"] == snapshot["blocks_used"] == 0
+from .fake_cluster import Cluster
+from .support import MODEL, collect, expected, make_request, run, until
 
 
 def test_the_tokens_of_a_request_arrive_in_order_and_complete():
@@ -434,154 +354,6 @@ class TestLeaving:
                     with pytest.raises(UnavailableError, match="wait to be read"):
                         await task
                 await cluster.idle()
-
-        run(test())
-
-
-class TestWorkerLoss:
-    def test_d22_its_requests_end_with_an_error_and_others_go_on(self):
-        async def test():
-            async with Cluster(2, step_seconds=0.005) as cluster:
-                backend = await cluster.backend()
-                requests = [make_request(f"r{n}", max_tokens=200) for n in range(8)]
-                endings = {}
-
-                async def follow(request):
-                    async for delta in backend.submit(request):
-                        if delta.request_finished:
-                            endings[request.request_id] = delta
-
-                tasks = [asyncio.create_task(follow(request)) for request in requests]
-                await until(lambda: cluster.core.num_unfinished == 8)
-                await until(lambda: all(executor.executed for executor in cluster.executors.values()))
-                victims = set(cluster.scheduler("worker-0").unfinished())
-                assert 0 < len(victims) < 8
-                await cluster.kill_worker("worker-0")
-                await until(lambda: cluster.core.health().status is HealthStatus.DEGRADED, seconds=10)
-                await asyncio.wait_for(asyncio.gather(*tasks), 30)
-                for request in requests:
-                    end = endings[request.request_id]
-                    if request.request_id in victims:
-                        assert (end.finish_reason, end.error_name) == (FinishReason.ERROR, "WorkerLostError")
-                        assert end.metrics is not None
-                    else:
-                        assert end.finish_reason is FinishReason.LENGTH
-                await cluster.start_worker("worker-0")
-                await until(lambda: cluster.core.health().status is HealthStatus.READY)
-                again = make_request("again", max_tokens=30)
-                assert await collect(backend, again) == {0: expected(again)}
-                await cluster.idle()
-
-        run(test())
-
-    def test_a_failed_row_fails_its_request_and_no_other(self):
-        class OneRowFails(FakeExecutor):
-            def execute(self, plan):
-                failing = {
-                    number
-                    for number, row in enumerate(plan.sample_rows.tolist())
-                    if row in self.rows and self.rows[row].request.request_id == "fails"
-                }
-                self.executed.append((plan.epoch, plan.step_id))
-                return super(FakeExecutor, self).execute(plan, fail=frozenset(failing))
-
-        async def test():
-            async with Cluster() as cluster:
-                executor = cluster.executors["worker-0"]
-                executor.__class__ = OneRowFails
-                backend = await cluster.backend()
-                sound = make_request("sound", max_tokens=30)
-                stream = asyncio.create_task(collect(backend, sound))
-                deltas = [delta async for delta in backend.submit(make_request("fails", max_tokens=30))]
-                assert deltas[-1].error_name == "RequestFailedError"
-                assert "made to fail" in deltas[-1].error
-                assert await stream == {0: expected(sound)}
-                await cluster.idle()
-
-        run(test())
-
-    def test_a_plan_the_worker_refuses_ends_its_requests_and_the_worker_rejoins(self):
-        from octavo.protos.errors import PlanRejectedError
-
-        async def test():
-            async with Cluster() as cluster:
-                backend = await cluster.backend()
-                cluster.executors["worker-0"].error = PlanRejectedError("block 3 has two owners")
-                deltas = [delta async for delta in backend.submit(make_request("a"))]
-                assert deltas[-1].error_name == "WorkerLostError"
-                assert "two owners" in deltas[-1].error
-                assert cluster.stuck == []
-                server = cluster.servers["worker-0"]
-                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
-                await until(lambda: server.servicer.attached)
-                request = make_request("b")
-                await until(lambda: cluster.core.health().status is HealthStatus.READY)
-                assert await collect(backend, request) == {0: expected(request)}
-
-        run(test())
-
-    def test_an_overdue_step_is_a_lost_worker_that_should_be_ended(self, monkeypatch):
-        monkeypatch.setattr(worker_link, "OVERDUE_SECONDS_MIN", 0.2)
-        monkeypatch.setattr(worker_link, "FIRST_STEP_SECONDS_MAX", 0.2)
-        monkeypatch.setattr(worker_link, "_CHECK_SECONDS", 0.05)
-
-        async def test():
-            async with Cluster() as cluster:
-                backend = await cluster.backend()
-                cluster.executors["worker-0"].gate.clear()
-                deltas = [delta async for delta in backend.submit(make_request("a"))]
-                assert deltas[-1].error_name == "WorkerLostError"
-                assert "overdue" in deltas[-1].error
-                await until(lambda: cluster.stuck == ["worker-0"])
-
-        run(test())
-
-    def test_a_bug_in_scheduling_ends_requests_and_not_the_coordinator(self, monkeypatch):
-        async def test():
-            async with Cluster() as cluster:
-                backend = await cluster.backend()
-                monkeypatch.setattr(cluster.scheduler(), "plan", lambda now: 1 / 0)
-                deltas = [delta async for delta in backend.submit(make_request("a"))]
-                assert "ZeroDivisionError" in deltas[-1].error
-                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
-                await until(lambda: cluster.core.health().status is HealthStatus.READY)
-                request = make_request("b")
-                assert await collect(backend, request) == {0: expected(request)}
-
-        run(test())
-
-    def test_a_worker_of_another_model_is_not_taken(self):
-        async def test():
-            async with Cluster(2) as cluster:
-                await cluster.kill_worker("worker-1")
-                await until(lambda: cluster.core.health().status is HealthStatus.DEGRADED)
-                cluster.info = {"model": MODEL.__class__(name="other", vocab_size=7, max_model_len=8)}
-                await cluster.start_worker("worker-1")
-                await until(lambda: "serves other" in cluster.core.health().workers[1]["detail"])
-                assert cluster.core.health().status is HealthStatus.DEGRADED
-
-        run(test())
-
-
-class TestCoordinatorRestart:
-    def test_requests_end_with_an_error_and_everybody_finds_the_new_one(self):
-        async def test():
-            async with Cluster(step_seconds=0.005) as cluster:
-                backend = await cluster.backend()
-                lost = asyncio.create_task(collect(backend, make_request("a", max_tokens=2000)))
-                await until(lambda: cluster.core.num_unfinished == 1)
-                await cluster.server.stop(0)
-                await cluster.core.close()
-                with pytest.raises(UnavailableError):
-                    await lost
-                assert (await backend.health()).status is HealthStatus.DEAD
-                with pytest.raises(UnavailableError):
-                    await backend.stats()
-                await cluster.start_coordinator()
-                cluster.core.announce("worker-0", cluster.addresses["worker-0"])
-                await until(lambda: cluster.core.health().status is HealthStatus.READY)
-                request = make_request("b")
-                assert await collect(backend, request) == {0: expected(request)}
 
         run(test())
 

@@ -85,9 +85,8 @@ def test_simulate_command(tmp_path):
         {"at": i / 5, "prompt_tokens": 900, "output_tokens": 20, "blocks": [0, i % 3 + 1]} for i in range(30)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    done = RUNNER.invoke(
-        app, ["simulate", str(trace), "--sweep", "workers=1,3", "--sweep", "block-size=16,32", "--json"]
-    )
+    sweeps = ["--sweep", "workers=1,3", "--sweep", "block-size=16,32"]
+    done = RUNNER.invoke(app, ["simulate", str(trace), *sweeps, "--json"])
     assert done.exit_code == 0, done.stderr
     runs = json.loads(done.stdout)["runs"]
     assert [(run["workers"], run["block_size"]) for run in runs] == [(1, 16), (1, 32), (3, 16), (3, 32)]

@@ -123,18 +123,19 @@ class World:
 
     def park(self, name: str, kind: PreemptionKind) -> None:
         """The scheduler's own transition, in the next plan and for this request."""
-        make_room, price = self.scheduler._make_room, Parking.price
+        planner, price = self.scheduler._planner, Parking.price
+        make_room = planner._make_room
         group = self.scheduler._life.groups[name]
 
         def once(decodes: Any, plan: Any) -> bool:
-            self.scheduler._make_room = make_room  # type: ignore[method-assign]
+            planner._make_room = make_room  # type: ignore[method-assign]
             prices = price(self.scheduler._parking, group)
             cheaper = {PreemptionKind.SWAP: (1.0, 0.0), PreemptionKind.RECOMPUTE: (0.0, 1.0)}[kind]
             prices = dataclasses.replace(prices, recompute_seconds=cheaper[0], swap_seconds=cheaper[1])
             self.scheduler._life.park(group, prices, plan, self.scheduler._next_step_id, 0.0)
             return True
 
-        self.scheduler._make_room = once  # type: ignore[method-assign]
+        planner._make_room = once  # type: ignore[method-assign]
 
     def life(self, name: str, seed: int) -> Life:
         self.run()

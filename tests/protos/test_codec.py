@@ -98,6 +98,8 @@ requests = st.builds(
     adapter=TEXT,
     use_prefix_cache=st.booleans(),
     fork_of=TEXT,
+    timeout_seconds=st.none() | SECONDS,
+    tenant=TEXT,
 )
 logprob_entries = st.none() | st.builds(
     lambda logprob, top: TokenLogprobs(

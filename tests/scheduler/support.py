@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from octavo.protos.types import FinishReason, Request, SamplingParams
+from octavo.protos.types import BranchSoFar, FinishReason, Request, Resume, SamplingParams
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event, Finished, TokensOut
@@ -113,6 +114,34 @@ class Harness:
     def commit(self, fail: frozenset[int] = frozenset()) -> None:
         self.now += 0.01
         self.take(self.scheduler.commit(self.worker.execute(self.pending.pop(0), fail=fail), self.now))
+        self.scheduler.check_integrity()
+
+    def lose_worker(self) -> None:
+        """The worker dies with all that it holds, and plans that are out with it. Its requests go on, on an empty one
+        and with a new scheduler, from the tokens that their callers have."""
+        unfinished = self.scheduler.unfinished()
+        self.config = dataclasses.replace(self.config, epoch=self.config.epoch + 1)
+        reserve = self.scheduler._life.reserve
+        self.scheduler = Scheduler(self.config)
+        self.scheduler._life.reserve._min = self.scheduler._life.reserve.horizon = reserve._min
+        self.worker = FakeWorker(
+            self.config.num_blocks,
+            self.config.block_size,
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+        )
+        self.pending.clear()
+        for name in unfinished:
+            request = self.requests[name]
+            reasons = {end.branch: end.reason for end in self.ends[name]}
+            branches = tuple(
+                BranchSoFar(
+                    token_ids=np.array(self.tokens[name, branch], np.int32), finish_reason=reasons.get(branch)
+                )
+                for branch in range(request.params.num_branches)
+            )
+            begun = not request.params.beam_width and any(len(branch.token_ids) for branch in branches)
+            self.take(self.scheduler.add(request, self.now, Resume(branches=branches if begun else ())))
         self.scheduler.check_integrity()
 
     def step(self) -> bool:

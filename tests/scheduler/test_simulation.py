@@ -39,7 +39,8 @@ def how_many(rng: random.Random, branches: tuple[int, ...], beam_rate: float) ->
 
 
 def simulate(seed: int) -> Harness:
-    """One random life of a scheduler: arrivals, shared prefixes, branches, stops, aborts, failed rows."""
+    """One random life of a scheduler: arrivals, shared prefixes, branches, beams, forks, stops, aborts,
+    failed rows, lost workers."""
     rng = random.Random(seed)
     block_size = rng.choice([8, 16, 16, 24, 32])
     h = Harness(
@@ -62,6 +63,7 @@ def simulate(seed: int) -> Harness:
         reserve = h.scheduler._life.reserve
         reserve._min = reserve.horizon = 0
     branches = rng.choice([(1,), (1, 1, 1, 2, 4), (2, 3, 4)])
+    loss_rate = rng.choice([0.0, 0.0, 0.0, 0.01])
     fork_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
     beam_rate = rng.choice([0.0, 0.0, 0.3, 0.7])
     # Lengths follow the pool, so that most lives run it full; aborts are rare enough in most for that.
@@ -76,6 +78,7 @@ def simulate(seed: int) -> Harness:
         for _ in range(3)
     ]
     left = rng.randint(2, 12)
+    losses_left = 8
     while left or h.scheduler.has_work:
         action = rng.random()
         if left and action < arrival_rate:
@@ -113,6 +116,10 @@ def simulate(seed: int) -> Harness:
             h.abort(rng.choice(sorted(h.requests)))
         elif h.requests and rng.random() < stop_rate:
             h.stop(rng.choice(sorted(h.requests)), rng.randrange(4))
+        elif losses_left and rng.random() < loss_rate:
+            # A search begins anew each time, so that without an end of losses it might never come to its own.
+            losses_left -= 1
+            h.lose_worker()
         elif rng.random() < 0.5:
             h.plan()
         elif h.pending:

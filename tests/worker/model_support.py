@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.fused import FusedDecoder
 from octavo.worker.loader import LoadedModel, load_model, resolve_model
 from octavo.worker.model import ModelRunner
 
@@ -22,12 +23,20 @@ def load(folder: Path, dtype: str = "auto") -> LoadedModel:
 class PagedSession:
     """Sequences by number, each with a block table drawn at random from one pool whose content starts as NaN."""
 
-    def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        seed: int = 0,
+        decoder: FusedDecoder | None = None,
+    ) -> None:
         shape = loaded.shape
         size = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
         # A read of a slot that was never written shows in every logit after it.
         self.kv = torch.full(size, float("nan"), dtype=loaded.dtype)
-        self.runner = ModelRunner(loaded, self.kv)
+        self.runner = ModelRunner(loaded, self.kv, decoder)
         self.block_size = block_size
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
         self._tables: dict[int, list[int]] = {}

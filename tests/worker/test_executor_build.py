@@ -31,7 +31,7 @@ def keep_threads():
     ("option", "values"),
     [
         ("gpu_memory_utilization", [0, 0.0, -0.1, 1.1, math.nan, math.inf, True, "0.9", 0.96]),
-        ("quantization", ["int8", "", 4]),
+        ("quantization", ["int4", "", 4]),
         ("device", ["gpu", "cuda:x", "cuda:", "cpu:0", 3]),
         ("dtype", ["fp32", "int8", None]),
         ("block_size", [0, -1, 1.5, True, None]),
@@ -60,7 +60,7 @@ def test_a_high_share_needs_to_be_insisted_on():
 
 
 def test_quantization_says_what_is_accepted():
-    with pytest.raises(ConfigError, match="must be one of: None; got 'awq'"):
+    with pytest.raises(ConfigError, match="must be one of: None, fp16, int8; got 'awq'"):
         WorkerConfig(worker_id="w", quantization="awq")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.protos.errors import ModelLoadError
+from octavo.worker.accelerate import accelerate
 
 from ..golden import Golden, assert_equals_entry
 from .model_support import PagedSession, hf_logits, load
@@ -30,6 +31,7 @@ FAMILIES = {
             }
         },
     ),
+    "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral, sliding window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
@@ -58,15 +60,31 @@ FAMILIES = {
 }
 
 
+FUSED = {
+    "llama",
+    "llama tied",
+    "llama scaled rope",
+    "llama biased",
+    "mistral, sliding window",
+    "qwen2",
+    "qwen3",
+}
+"""Built like Llama; every other family keeps its module graph, with other matrix products."""
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_hugging_face_over_chunks_and_decodes(
-    family: str, tiny_model_dir: Callable[..., Path]
+    family: str, accelerated: bool, tiny_model_dir: Callable[..., Path]
 ) -> None:
     model_type, overrides = FAMILIES[family]
     folder = tiny_model_dir(model_type, **overrides)
+    loaded = load(folder)
+    decoder = accelerate(loaded) if accelerated else None
+    assert (decoder is not None) == (accelerated and family in FUSED)
     rng = np.random.default_rng(3)
     prompts = {sequence: rng.integers(3, 128, size).tolist() for sequence, size in enumerate((40, 1, 17, 33))}
-    session = PagedSession(load(folder), num_blocks=64, block_size=8)
+    session = PagedSession(loaded, num_blocks=64, block_size=8, decoder=decoder)
     got: dict[int, list[torch.Tensor]] = {sequence: [] for sequence in prompts}
     done = dict.fromkeys(prompts, 0)
     # Chunk sizes differ by sequence and step; a sequence with one token left is a decode beside the others' chunks.
@@ -146,7 +164,9 @@ def _greedy(session: PagedSession, prompt: list[int], new_tokens: int) -> tuple[
 @pytest.mark.model
 def test_d26_default_model_equals_hugging_face_after_10_tokens(default_model_dir: Path) -> None:
     prompt = np.random.default_rng(7).integers(1000, 40000, 10).tolist()
-    ids, logits = _greedy(PagedSession(load(default_model_dir), num_blocks=5), prompt, 64)
+    loaded = load(default_model_dir)
+    session = PagedSession(loaded, num_blocks=5, decoder=accelerate(loaded))
+    ids, logits = _greedy(session, prompt, 64)
     # One pass over our own answer: equal argmax at every position means that the greedy answers are equal.
     reference = hf_logits(default_model_dir, prompt + ids[:-1], keep=64)
     torch.testing.assert_close(logits, reference, rtol=0, atol=1e-3)
@@ -168,7 +188,9 @@ def test_d26_default_model_equals_hugging_face_after_3000_tokens(
     """A wrong RoPE base can look fine at 10 tokens and shows here. The reference was computed once and stored."""
     entry = golden.long_context
     assert len(entry["prompt_ids"]) == 3000
-    ids, logits = _greedy(PagedSession(load(default_model_dir), num_blocks=192), entry["prompt_ids"], 64)
+    loaded = load(default_model_dir)
+    session = PagedSession(loaded, num_blocks=192, decoder=accelerate(loaded))
+    ids, logits = _greedy(session, entry["prompt_ids"], 64)
     assert_equals_entry(entry, ids)
     same = (
         next(

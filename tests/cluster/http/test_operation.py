@@ -186,3 +186,13 @@ def test_d25_twelve_hundred_chats_at_once(server: Server, backend: ScriptedBacke
     assert all(report.startswith("HTTP/1.1 200 ") for report in health)
     assert most == 1200
     assert backend.aborted == []
+
+
+def test_tenants_are_told_apart_by_their_keys_place(
+    make_api: Callable[..., Api], backend: ScriptedBackend
+) -> None:
+    api = make_api(api_keys=("one", "two"))
+    for key in ("two", "one", "two"):
+        response = api.send_complete({"authorization": f"Bearer {key}"})
+        assert response.status_code == 200, response.text
+    assert [request.tenant for request in backend.submitted] == ["key-1", "key-0", "key-1"]

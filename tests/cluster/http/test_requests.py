@@ -114,6 +114,9 @@ def test_d15_d16_numbers_that_json_does_not_have(api: Api, text: str) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"user": 5}, "user"),
         ({"priority": "high"}, "priority"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": 1e9}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
         ({"cache_salt": 1}, "cache_salt"),
         ({"model": 5}, "model"),
         ({"stream_options": []}, "stream_options"),
@@ -210,7 +213,14 @@ def test_every_field_arrives(api: Api, backend: ScriptedBackend) -> None:
         "skip_special_tokens": False,
     }
     response = api.complete(
-        **fields, logit_bias={"64": -100}, stop="x", cache_salt="s", priority=-2, user="u", best_of=2
+        **fields,
+        logit_bias={"64": -100},
+        stop="x",
+        cache_salt="s",
+        priority=-2,
+        timeout=5,
+        user="u",
+        best_of=2,
     )
     assert response.status_code == 200, response.text
     (request,) = backend.submitted
@@ -219,7 +229,8 @@ def test_every_field_arrives(api: Api, backend: ScriptedBackend) -> None:
         assert got == (tuple(value) if isinstance(value, list) else value), name
     assert request.params.logit_bias == {64: -100.0}
     assert request.params.stop == ("x",)
-    assert (request.cache_salt, request.priority) == ("s", -2)
+    assert (request.cache_salt, request.priority, request.timeout_seconds) == ("s", -2, 5.0)
+    assert request.tenant == ""
     assert request.eos_token_ids == ()
     assert request.seed == 2**64 - 3, "a 64-bit key, whatever its sign"
     assert request.request_id.startswith("cmpl-")

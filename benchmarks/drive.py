@@ -1,0 +1,180 @@
+"""Runs W1 to W5 on any engine and reports what a user of it would see.
+
+Owns the clock and the figures. An engine is two calls: `submit`, which does not wait, and `poll`, which returns what
+has been made. Standard library only: peers use it from environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workloads import BenchRequest, Workloads
+
+NAMES = ("w1", "w2", "w3", "w4", "w5")
+STREAM_TOKENS_BEFORE_LONG = 16
+SECONDS_MAX = 1800.0
+
+Emission = tuple[str, int, list[int], bool]
+"""(request id, branch, new token ids, whether the branch has ended)."""
+
+
+class BenchEngine(Protocol):
+    def submit(self, request: BenchRequest) -> None: ...
+
+    def poll(self) -> Iterable[Emission]:
+        """Wait for something to happen, and return it."""
+        ...
+
+
+@dataclass
+class Branch:
+    """What came of one branch: its tokens and when each arrived, in seconds on one clock."""
+
+    submitted: float
+    wanted: int
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.times[0] - self.submitted
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+@dataclass
+class Run:
+    seconds: float
+    branches: dict[tuple[str, int], Branch]
+    cores: float
+    """CPU seconds of this process per second: below the number of threads, others had the cores."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(branch.tokens) for branch in self.branches.values())
+
+    @property
+    def first_token_seconds(self) -> float:
+        return statistics.mean(branch.first_token_seconds for branch in self.branches.values())
+
+
+def run(
+    engine: BenchEngine,
+    requests: Iterable[BenchRequest],
+    late: Callable[[dict[tuple[str, int], Branch]], list[BenchRequest]] | None = None,
+) -> Run:
+    """Submit `requests` at once and wait for all. `late` may return more, once.
+
+    Raises `RuntimeError` when a branch has another number of tokens than it was asked for, `TimeoutError` when it
+    takes too long.
+    """
+    branches: dict[tuple[str, int], Branch] = {}
+    started, cpu_started = time.perf_counter(), _cpu_seconds()
+
+    def submit(request: BenchRequest) -> None:
+        now = time.perf_counter()
+        for branch in range(request.n):
+            branches[request.id, branch] = Branch(now, request.max_tokens)
+        engine.submit(request)
+
+    for request in requests:
+        submit(request)
+    while not all(branch.ended for branch in branches.values()):
+        emissions = list(engine.poll())
+        now = time.perf_counter()
+        for request_id, index, tokens, ended in emissions:
+            branch = branches[request_id, index]
+            branch.tokens += tokens
+            branch.times += [now] * len(tokens)
+            branch.ended |= ended
+        if late is not None and (more := late(branches)):
+            late = None
+            for request in more:
+                submit(request)
+        if now - started > SECONDS_MAX:
+            raise TimeoutError(f"unfinished after {SECONDS_MAX:.0f} s")
+    seconds = time.perf_counter() - started
+    for key, branch in branches.items():
+        if len(branch.tokens) != branch.wanted:
+            raise RuntimeError(f"{key} has {len(branch.tokens)} tokens instead of {branch.wanted}")
+    return Run(seconds, branches, (_cpu_seconds() - cpu_started) / seconds)
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+def measure(
+    engine: BenchEngine, workloads: Workloads, names: Iterable[str] = NAMES
+) -> tuple[dict[str, dict[str, float]], dict[str, list[int]]]:
+    """Figures by workload, and the tokens of each branch. `workloads` must be new to the engine."""
+    run(engine, workloads.warm_up)
+    figures: dict[str, dict[str, float]] = {}
+    tokens: dict[str, list[int]] = {}
+
+    def record(name: str, done: Run, **extra: float) -> None:
+        figures[name] = {
+            "seconds": done.seconds,
+            "output_tokens_per_second": done.num_tokens / done.seconds,
+            "first_token_seconds_mean": done.first_token_seconds,
+            **extra,
+            "cores": done.cores,
+            "load": os.getloadavg()[0],
+        }
+        tokens.update({f"{name}/{key[0]}/{key[1]}": branch.tokens for key, branch in done.branches.items()})
+
+    if "w1" in names:
+        record("w1", run(engine, workloads.w1))
+    if "w2" in names:
+        record("w2 cold", run(engine, workloads.w2))
+        record("w2 again", run(engine, workloads.w2))
+        record("w2 new tails", run(engine, workloads.w2_new_tails))
+    if "w3" in names:
+        done, extra = _long_prompt_beside_streams(engine, workloads)
+        record("w3", done, **extra)
+    if "w4" in names:
+        record("w4", run(engine, [workloads.w4]))
+    if "w5" in names:
+        record("w5", run(engine, [workloads.w5]))
+    return figures, tokens
+
+
+def _long_prompt_beside_streams(engine: BenchEngine, workloads: Workloads) -> tuple[Run, dict[str, float]]:
+    long = workloads.w3_long
+
+    def late(branches: dict[tuple[str, int], Branch]) -> list[BenchRequest]:
+        ready = all(len(branch.tokens) >= STREAM_TOKENS_BEFORE_LONG for branch in branches.values())
+        return [long] if ready else []
+
+    done = run(engine, workloads.w3_streams, late)
+    gaps = [
+        gap
+        for (request_id, _), branch in done.branches.items()
+        if request_id != long.id
+        for gap in branch.gaps
+    ]
+    return done, {
+        "gap_ms_p50": 1e3 * statistics.median(gaps),
+        "gap_seconds_max": max(gaps),
+        "long_first_token_seconds": done.branches[long.id, 0].first_token_seconds,
+    }
+
+
+def report(name: str, figures: dict[str, dict[str, float]], *, as_json: bool, **facts: Any) -> None:
+    """One line of JSON, or a table."""
+    if as_json:
+        print(json.dumps({"engine": name, **facts, "figures": figures}), flush=True)
+        return
+    print(f"{name}  " + "  ".join(f"{key} {value}" for key, value in facts.items()))
+    for workload, row in figures.items():
+        print(f"  {workload:13}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)

@@ -1,0 +1,125 @@
+"""Octavo on the workloads W1 to W5, through the in-process engine.
+
+    python benchmarks/serving.py --gsm8k gsm8k_test.jsonl [--quantization int8] [--workloads w1,w5] [--json]
+
+The data's path may also stand in OCTAVO_GSM8K. Prints figures by workload (see `workloads.py` and `drive.py`); with
+`--tokens FILE` writes every branch's token ids there, and with `--compare FILE` says how far they equal those of an
+earlier run: whole answers, and tokens before the first difference. `peers/` holds the same for other engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))  # the peers' environments have no other way either
+
+import drive
+from workloads import MAX_REPETITIONS, BenchRequest, build
+
+from octavo import Engine
+from octavo.protos.types import OutputDelta, Request, SamplingParams
+from octavo.worker.loader import resolve_model
+
+
+class OctavoEngine:
+    """`drive.BenchEngine` over an `Engine`'s loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._count = 0
+        self._names: dict[str, str] = {}
+        self._deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
+
+    def submit(self, request: BenchRequest) -> None:
+        # An id may come again, as the same request does in W2.
+        self._count += 1
+        request_id = str(self._count)
+        self._names[request_id] = request.id
+        params = SamplingParams(
+            n=request.n, max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True
+        )
+        self._engine.loop.submit(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=np.array(request.prompt, np.int32),
+                params=params,
+                seed=request.seed or 0,
+            ),
+            self._deltas.put,
+        )
+
+    def poll(self) -> Iterable[drive.Emission]:
+        deltas = [self._deltas.get()]
+        while not self._deltas.empty():
+            deltas.append(self._deltas.get())
+        for delta in deltas:
+            if delta.error is not None:
+                raise RuntimeError(f"{delta.error_name}: {delta.error}")
+            name = self._names[delta.request_id]
+            yield name, delta.branch, list(delta.token_ids), delta.finish_reason is not None
+
+
+def compare(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> dict[str, Any]:
+    """How many greedy answers are equal, and what share of their tokens stands before a first difference."""
+    both = [name for name in ours if name in theirs and not name.startswith("w4/")]
+    equal = sum(ours[name] == theirs[name] for name in both)
+    shared = 0
+    for name in both:
+        pairs = zip(ours[name], theirs[name], strict=True)
+        shared += next((i for i, (a, b) in enumerate(pairs) if a != b), len(ours[name]))
+    total = sum(len(ours[name]) for name in both)
+    return {"equal_answers": f"{equal}/{len(both)}", "tokens_before_difference": round(shared / total, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gsm8k", type=Path, default=os.environ.get("OCTAVO_GSM8K"))
+    parser.add_argument("--model", help="as `octavo serve --model`; default: the default model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--workloads", default=",".join(drive.NAMES))
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=512, help="tokens a step")
+    parser.add_argument("--tokens", type=Path, help="write token ids here")
+    parser.add_argument("--compare", type=Path, help="with token ids written before")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.gsm8k is None:
+        parser.error("--gsm8k or OCTAVO_GSM8K must name GSM8K's test set (JSON lines of question and answer)")
+    folder = resolve_model(args.model).folder
+    tokens: dict[str, list[int]] = {}
+    started = time.perf_counter()
+    with Engine(
+        args.model,
+        quantization=args.quantization,
+        max_num_batched_tokens=args.budget,
+        max_num_seqs=64,
+        num_blocks=2048,
+        host_blocks=0,
+    ) as engine:
+        facts: dict[str, Any] = {"start_seconds": round(time.perf_counter() - started, 1)}
+        bench = OctavoEngine(engine)
+        for repetition in range(min(args.repetitions, MAX_REPETITIONS)):
+            workloads = build(args.gsm8k, folder, repetition)
+            figures, made = drive.measure(bench, workloads, args.workloads.split(","))
+            tokens |= {f"{name}/{repetition}": ids for name, ids in made.items()}
+            if args.compare:
+                facts |= compare(tokens, json.loads(args.compare.read_text(encoding="utf-8")))
+            drive.report(f"octavo {args.quantization or 'fp32'}", figures, as_json=args.json, **facts)
+    if args.tokens:
+        args.tokens.write_text(json.dumps(tokens), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
