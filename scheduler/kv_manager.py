@@ -184,7 +184,7 @@ class KVManager:
         return block
 
     def _leave_device(self, blocks: list[int]) -> None:
-        """Cached blocks go to somebody else: what they hold moves to the host where that has room, or is lost."""
+        """Cached blocks are given to somebody else: what they hold moves to the host if that has room, or is lost."""
         if not self.host.num_blocks:
             self.tree.evict_many(blocks)
             return

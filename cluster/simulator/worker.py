@@ -85,6 +85,7 @@ class SimulatedWorker:
                 epoch=step.epoch,
                 token_ids=self._tokens[: step.num_samples],
                 step_seconds=seconds,
+                parts_seconds={"swap": step.link_seconds},
             )
             if step.num_samples:
                 self._on_steps(seconds, 1, step.num_samples)
