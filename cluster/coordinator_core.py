@@ -19,6 +19,7 @@ from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
+from octavo.cluster.timeline import Timelines
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.protos.errors import (
     ConfigError,
@@ -104,7 +105,8 @@ class CoordinatorCore:
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: _Slot() for worker_id in config.worker_ids}
-        self._requests = OpenRequests(clock)
+        self._timelines = Timelines(clock)
+        self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed)
         self._draining = False
         self._settled = False
@@ -149,6 +151,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
+            observe=lambda events: self._timelines.observe(events, worker_id),
         )
         slot.link = link
         slot.detail = "attaching"
@@ -195,6 +198,9 @@ class CoordinatorCore:
                 self._requests.fail(entry, error)
             else:
                 self._num_moved += 1
+                self._timelines.on_migration(
+                    entry.request.request_id, error.message, from_worker=link.worker_id
+                )
                 self._let_wait(entry)
         self._place_waiting()
 
@@ -228,10 +234,11 @@ class CoordinatorCore:
             try:
                 resume = entry.so_far.resume(now)
                 self._check_ids(entry.request, resume)
-                worker_id, _ = self._router.route(entry.request, schedulers, now, resume)
+                worker_id, events = self._router.route(entry.request, schedulers, now, resume)
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
+            self._timelines.observe(events, worker_id)
             entry.link = serving[worker_id]
         self._waiting.clear()
         for link in serving.values():
@@ -257,10 +264,11 @@ class CoordinatorCore:
             self._check_ids(request, Resume())
             serving = {link.worker_id: link for link in self._serving()}
             schedulers = {worker_id: link.scheduler for worker_id, link in serving.items()}
-            worker_id, _ = self._router.route(request, schedulers, self._clock())
+            worker_id, events = self._router.route(request, schedulers, self._clock())
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
+        self._timelines.observe(events, worker_id)
         self._requests.open(request, sink).link = serving[worker_id]
         serving[worker_id].wake()
 
@@ -275,6 +283,11 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._num_moved += 1
+        self._timelines.on_migration(
+            request.request_id,
+            "its stream or its coordinator was lost",
+            age_seconds=resume.metrics.total_seconds if resume.metrics else 0.0,
+        )
         self._let_wait(self._requests.open(request, sink, resume))
         self._place_waiting()
 
@@ -315,6 +328,10 @@ class CoordinatorCore:
         if entry.link is None:
             raise UnavailableError(f"request {request_id!r} waits for a worker; try again in a few seconds")
         return entry.link.tokens(request_id, branch)
+
+    def timeline(self, request_id: str) -> dict[str, Any]:
+        """See `Timelines.describe`."""
+        return self._timelines.describe(request_id)
 
     def abort(self, request_id: str, sink: IngressSink) -> None:
         """End a request of `sink` without a reply. One that has ended, or is another's, is left alone."""

@@ -45,7 +45,7 @@ from octavo.protos.types import Request as GenerationRequest
 logger = logging.getLogger(__name__)
 
 REQUEST_IDS_HEADER = "x-octavo-request-id"
-"""One id a prompt, comma separated: what a running request is forked by."""
+"""One id a prompt, comma separated: what a running request is forked by, and its timeline asked for."""
 REQUEST_IDS_MAX = 64
 """More would not fit what clients and proxies allow headers; the others are numbered on."""
 IGNORED_FIELDS_HEADER = "x-octavo-ignored-fields"
@@ -90,6 +90,7 @@ class _Routes:
             ("/v1/chat/completions", self.chat_completions, "POST"),
             ("/v1/completions", self.completions, "POST"),
             ("/v1/fork", self.fork, "POST"),
+            ("/v1/requests/{request_id}", self.timeline, "GET"),
             ("/v1/models", self.models, "GET"),
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
@@ -226,6 +227,10 @@ class _Routes:
         return _json(await utility.detokenize(body, self._tokenizer, self._backend.model))
 
     # ---- operation
+
+    async def timeline(self, request_id: str) -> Response:
+        """Why a request took as long as it did: an extension."""
+        return _json(await self._backend.timeline(request_id))
 
     async def health(self) -> Response:
         """200 while the process makes progress or drains; 503 while it loads and once it is dead."""

@@ -406,3 +406,11 @@ def test_tokenize_and_detokenize(api: Api, backend: ScriptedBackend) -> None:
     error_of(api.post("/tokenize", {"prompt": 5}), 400, "prompt")
     error_of(api.post("/detokenize", {"tokens": "x"}), 400, "tokens")
     error_of(api.post("/detokenize", {"tokens": [49152]}), 400, "tokens")
+
+
+def test_a_requests_timeline_goes_by_its_internal_id(api: Api) -> None:
+    reply = api.complete()
+    told = api.get(f"/v1/requests/{reply.headers['x-octavo-request-id']}")
+    assert told.status_code == 200
+    assert told.json()["object"] == "request.timeline"
+    error_of(api.get("/v1/requests/cmpl-nobody"), 404, "request_id")
