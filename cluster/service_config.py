@@ -35,6 +35,8 @@ class ServiceConfig:
     """CPU threads; None: the cluster's cores shared evenly, at least 1."""
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    """See `HttpConfig`."""
     block_size: int = 16
     num_blocks: int | None = None
     host_blocks: int | None = None
@@ -104,7 +106,7 @@ class ServiceConfig:
 
     def http_config(self) -> HttpConfig:
         names = () if self.served_model_name is None else (self.served_model_name,)
-        return HttpConfig(served_model_names=names, api_keys=self.api_keys)
+        return HttpConfig(served_model_names=names, api_keys=self.api_keys, cors_origins=self.cors_origins)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -46,6 +46,10 @@ def serve(
             envvar="OCTAVO_API_KEY", show_envvar=True, help="Ask clients for this key; may be repeated."
         ),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Let pages of this origin call from a browser; may be repeated, * is all."),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = 16,
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks a worker. Default: from free memory.")
@@ -97,6 +101,7 @@ def serve(
         ray_address=ray_address,
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
         block_size=block_size,
         num_blocks=num_blocks,
         host_blocks=host_blocks,

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from octavo._version import __version__
@@ -36,8 +37,9 @@ from octavo.cluster.openai.prompts import (
     fork_request,
 )
 from octavo.cluster.openai.rendering import JsonRenderer, Shape
-from octavo.cluster.openai.schemas import Call, parse_chat, parse_completion, parse_fork
-from octavo.cluster.openai.sse import GenerationResponse
+from octavo.cluster.openai.responses import ResponseRenderer
+from octavo.cluster.openai.schemas import Call, parse_chat, parse_completion, parse_fork, parse_response
+from octavo.cluster.openai.sse import GenerationResponse, Renderer
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import NotFoundError
 from octavo.protos.types import Request as GenerationRequest
@@ -48,7 +50,7 @@ REQUEST_IDS_HEADER = "x-octavo-request-id"
 """One id a prompt, comma separated: what a running request is forked by, and its timeline asked for."""
 REQUEST_IDS_MAX = 64
 """More would not fit what clients and proxies allow headers; the others are numbered on."""
-IGNORED_FIELDS_HEADER = "x-octavo-ignored-fields"
+WARNING_HEADER = "x-octavo-warning"
 
 
 def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None = None) -> FastAPI:
@@ -64,12 +66,26 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
     )
     errors.install(app, config.retry_after_seconds)
     app.add_middleware(FrontDoor, config=config, metrics=metrics)
+    if config.cors_origins:
+        # Outside of the front door: a browser asks beforehand, without a key, and must be able to read refusals.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", REQUEST_IDS_HEADER, WARNING_HEADER, "retry-after"],
+        )
     _Routes(backend, tokenizer, config, metrics).add_to(app)
     return app
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type=JSON)
+def _json(value: Any, status: int = 200, ignored: Sequence[str] = ()) -> Response:
+    return Response(orjson.dumps(value), status, _warning(ignored), media_type=JSON)
+
+
+def _warning(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names fields which nobody knows, if there are any."""
+    return {WARNING_HEADER: f"unknown fields ignored: {', '.join(ignored)}"} if ignored else {}
 
 
 class _Routes:
@@ -89,6 +105,7 @@ class _Routes:
         for path, handler, *methods in (
             ("/v1/chat/completions", self.chat_completions, "POST"),
             ("/v1/completions", self.completions, "POST"),
+            ("/v1/responses", self.responses, "POST"),
             ("/v1/fork", self.fork, "POST"),
             ("/v1/requests/{request_id}", self.timeline, "GET"),
             ("/v1/models", self.models, "GET"),
@@ -128,6 +145,18 @@ class _Routes:
         shape = CompletionShape(call, echoes_of(call, prompts, self._tokenizer))
         return self._reply(call, prompts, requests, shape, name, arrived)
 
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses: text, and nothing kept."""
+        arrived = time.perf_counter()
+        call = parse_response(await read_json(request, self._config), self._config)
+        name = self._served(call.model)
+        prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
+        requests = build_requests(
+            call, prompts, self._backend.model, self._config, prefix="resp", param="input"
+        )
+        renderer = ResponseRenderer(call, requests[0], model_name=name)
+        return self._answer(call, requests, renderer, arrived)
+
     async def fork(self, request: Request) -> Response:
         """A completion that goes on from where a running request stands: an extension."""
         arrived = time.perf_counter()
@@ -159,21 +188,30 @@ class _Routes:
         context: Sequence[int] = (),
         extensions: Mapping[str, Any] | None = None,
     ) -> Response:
-        ids = [request.request_id for request in requests]
-        headers = {REQUEST_IDS_HEADER: ", ".join(ids[:REQUEST_IDS_MAX])}
-        if call.ignored:
-            headers[IGNORED_FIELDS_HEADER] = ", ".join(call.ignored)
+        renderer = JsonRenderer(
+            shape,
+            call,
+            prompts,
+            self._tokenizer,
+            call_id=requests[0].request_id.removesuffix("-0"),
+            model_name=name,
+            extensions=extensions,
+        )
+        return self._answer(call, requests, renderer, arrived, context)
+
+    def _answer(
+        self,
+        call: Call,
+        requests: Sequence[GenerationRequest],
+        renderer: Renderer,
+        arrived: float,
+        context: Sequence[int] = (),
+    ) -> Response:
+        ids = ", ".join(request.request_id for request in requests[:REQUEST_IDS_MAX])
+        headers = {REQUEST_IDS_HEADER: ids, **_warning(call.ignored)}
         return GenerationResponse(
             Generation(self._backend, self._tokenizer, requests, self._metrics, context),
-            JsonRenderer(
-                shape,
-                call,
-                prompts,
-                self._tokenizer,
-                call_id=ids[0].removesuffix("-0"),
-                model_name=name,
-                extensions=extensions,
-            ),
+            renderer,
             stream=call.stream,
             metrics=self._metrics,
             config=self._config,
@@ -218,13 +256,15 @@ class _Routes:
         """Token ids of a prompt or of a conversation."""
         body = await read_json(request, self._config)
         self._served(body.text("model"))
-        return _json(await utility.tokenize(body, self._tokenizer, self._backend.model, self._config))
+        reply = await utility.tokenize(body, self._tokenizer, self._backend.model, self._config)
+        return _json(reply, ignored=body.unknown())
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         body = await read_json(request, self._config)
         self._served(body.text("model"))
-        return _json(await utility.detokenize(body, self._tokenizer, self._backend.model))
+        reply = await utility.detokenize(body, self._tokenizer, self._backend.model)
+        return _json(reply, ignored=body.unknown())
 
     # ---- operation
 

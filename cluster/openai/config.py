@@ -21,6 +21,8 @@ class HttpConfig:
     """Names that clients may ask for; the first is listed first. Empty: the model's own name."""
     api_keys: tuple[str, ...] = ()
     """Bearer keys for everything but /health, /ready and /metrics. Empty: open to all who reach the port."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins ("https://example.org", or "*") whose pages may call from a browser. Empty: none but our own."""
     body_bytes_max: int = 8 * MIB
     body_seconds_max: float = 60.0
     """A client that has not sent its whole body by then gets 408."""
@@ -47,7 +49,7 @@ class HttpConfig:
     """Label of this process in /metrics, where several stand behind one address."""
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_keys"):
+        for name in ("served_model_names", "api_keys", "cors_origins"):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
                 raise ConfigError(f"{name} must be a list of non-empty strings, got {values!r}", param=name)

@@ -89,13 +89,16 @@ async def chat_prompt(call: ChatCall, tokenizer: Tokenizer, model: ModelInfo, co
     """The rendered conversation. Raises `InvalidRequestError` naming the message."""
 
     def work() -> Prompt:
-        messages = normalise_messages(call.messages, config.messages_per_request_max)
+        name = call.messages_field
+        messages = normalise_messages(call.messages, config.messages_per_request_max, name)
+        if call.instructions is not None:
+            messages.insert(0, {"role": "system", "content": call.instructions})
         text = tokenizer.render_chat(
             messages, add_generation_prompt=call.add_generation_prompt, kwargs=call.template_kwargs
         )
-        _refuse_endless(text, tokenizer, model, "the conversation", "messages")
+        _refuse_endless(text, tokenizer, model, "the conversation", name)
         ids = tokenizer.encode(text, call.add_special_tokens)
-        return Prompt(checked_prompt_ids(ids, model.vocab_size, param="messages"), text)
+        return Prompt(checked_prompt_ids(ids, model.vocab_size, param=name), text)
 
     return await tokenizer.run(work)
 
