@@ -50,6 +50,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Let pages of this origin call from a browser; may be repeated, * is all."),
     ] = None,
+    jobs_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of uploaded files and batches. Default: in the cache folder; empty: neither is served."
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = 16,
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks a worker. Default: from free memory.")
@@ -102,6 +108,7 @@ def serve(
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors_origin or ()),
+        jobs_dir=jobs_dir,
         block_size=block_size,
         num_blocks=num_blocks,
         host_blocks=host_blocks,

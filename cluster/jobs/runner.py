@@ -149,12 +149,17 @@ class JobRunner:
 
     async def _run(self) -> None:
         assert self._news is not None
+        told = ""
         while True:
             try:
                 await self._claim_and_renew()
+                told = ""
             except Exception as error:
                 # A full disk, say. What runs goes on while its leases last; what matters is to look again.
-                logger.error("batches cannot be looked after: %s: %s", type(error).__name__, error)
+                trouble = f"{type(error).__name__}: {error}"
+                if trouble != told:
+                    logger.error("batches cannot be looked after: %s", trouble)
+                told = trouble
             try:
                 await asyncio.wait_for(self._news.wait(), self._poll_seconds)
             except (asyncio.TimeoutError, TimeoutError):
