@@ -51,7 +51,7 @@ def finished(name, now, branch=0, last=True):
 
 
 def test_every_second_is_somewhere(timelines, clock):
-    score = Score("w", 0.5, 0.25, cached_tokens=16, num_seqs=3)
+    score = Score("w", 0.5, 0.25, cached_tokens=16, promised_tokens=0, indexed_blocks=1, num_seqs=3)
     timelines.observe([Routed("r", 1.0, "w", (score,)), Queued("r", 1.0, 4)], "w")
     clock.now = 2.5
     waiting = timelines.describe("r")
