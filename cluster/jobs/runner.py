@@ -174,8 +174,8 @@ class JobRunner:
                 turn.stop()
         while len(self._running) < BATCHES_RUNNING_MAX:
             batch = await self.call(JobStore.claim, self._owner, self._lease_seconds)
-            if batch is None:
-                return
+            if batch is None or batch["id"] in self._running:
+                return  # nothing, or a lease of our own that ended while this process slept
             self._work_on(batch)
 
     def _work_on(self, batch: Row) -> None:

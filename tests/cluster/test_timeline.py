@@ -17,7 +17,7 @@ from octavo.scheduler.events import (
     Queued,
     TokensOut,
 )
-from octavo.scheduler.router import Routed, Score
+from octavo.scheduler.router import Routed, Router
 
 from ..scheduler.support import Harness
 from ..scheduler.support import make_request as make_scheduled
@@ -51,8 +51,9 @@ def finished(name, now, branch=0, last=True):
 
 
 def test_every_second_is_somewhere(timelines, clock):
-    score = Score("w", 0.5, 0.25, cached_tokens=16, promised_tokens=0, indexed_blocks=1, num_seqs=3)
-    timelines.observe([Routed("r", 1.0, "w", (score,)), Queued("r", 1.0, 4)], "w")
+    request, worker = make_scheduled("r", range(100)), Harness(num_blocks=24).scheduler
+    _, routed = Router().route(request, {"w": worker}, 1.0)
+    timelines.observe(routed, "w")
     clock.now = 2.5
     waiting = timelines.describe("r")
     assert waiting["status"] == "queued"
@@ -87,7 +88,8 @@ def test_every_second_is_somewhere(timelines, clock):
         *("routed", "queued", "admitted", "prefill_chunks", "preempted", "migrated"),
         *("routed", "queued", "admitted", "finished"),
     ]
-    assert told["events"][0]["scores"][0]["total_seconds"] == 0.75
+    (score,) = told["events"][0]["scores"]
+    assert score["total_seconds"] == score["ttft_seconds"] + score["load_seconds"] > 0
     chunks = told["events"][3]
     assert (chunks["num_chunks"], chunks["start"], chunks["num_tokens"]) == (2, 16, 84)
     assert (chunks["at"], chunks["last_at"]) == (2.0, 2.5)

@@ -18,6 +18,7 @@ from octavo.cluster.jobs.runner import JobRunner
 from octavo.cluster.openai import multipart
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.service_config import ServiceConfig
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import OverloadedError, RequestFailedError
 
@@ -152,6 +153,14 @@ def test_forms_that_are_none(
     error_of(
         make_api(jobs_dir=str(tmp_path)).send("POST", "/v1/files", content=content, headers=headers), 400
     )
+
+
+def test_each_model_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    assert ServiceConfig().http_config().jobs_dir == str(tmp_path / "jobs" / "default")
+    assert ServiceConfig(model="/a/b c").http_config().jobs_dir == str(tmp_path / "jobs" / "_a_b_c")
+    assert ServiceConfig(jobs_dir="there").http_config().jobs_dir == "there"
+    assert ServiceConfig(jobs_dir="").http_config().jobs_dir is None
 
 
 def test_without_a_folder_there_are_neither(api: Api) -> None:
@@ -372,10 +381,13 @@ def test_all_endpoints_and_two_processes_of_one_folder(world: World, backend: Sc
                     {"custom_id": str(i), "method": "POST", "url": url, "body": fields} for i in range(20)
                 ]
                 batches.append(await submit(one, jsonl(*records), endpoint=url))
-            for batch in batches:
+            # Case D30: the same ids in two batches at once, and no answer in the wrong one.
+            for batch, kind in zip(batches, ("text_completion", "response"), strict=True):
                 found = await ended(other, batch.id)
                 assert found.status == "completed"
-                assert len(await results(one, found.output_file_id)) == 20
+                answers = await results(one, found.output_file_id)
+                assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(20)]
+                assert {answer["response"]["body"]["object"] for answer in answers} == {kind}
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
     assert len(backend.submitted) == 40
