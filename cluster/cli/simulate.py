@@ -84,7 +84,7 @@ def simulate(
     from octavo.cluster.simulator.report import Slo
     from octavo.cluster.simulator.traces import read_trace
 
-    device = _device(model, gpu, tp, calibration, price)
+    device = choose_device(model, gpu, tp, calibration, price)
     requests = read_trace(trace, trace_format)
     requests = requests.cut(limit or len(requests.requests)).faster(speed)
     base: dict[str, Any] = {
@@ -113,7 +113,8 @@ def simulate(
         _print(summaries)
 
 
-def _device(model: str, gpu: str, tp: int, calibration: Path | None, price: float | None) -> Device:
+def choose_device(model: str, gpu: str, tp: int, calibration: Path | None, price: float | None) -> Device:
+    """A preset or a calibration file, at this price. Raises `ConfigError`."""
     from dataclasses import replace
 
     from octavo.cluster.simulator.hardware import preset, read_calibration
