@@ -95,7 +95,10 @@ def test_simulate_command(tmp_path):
         assert (run["requests"], run["refused"], run["index_exact"]) == (30, 0, 1.0)
         assert run["hit_rate"] > 0.5
         assert run["dollars_per_million_tokens"] > 0
-    text = RUNNER.invoke(app, ["simulate", str(trace), "--workers", "2"]).stdout
+    page = tmp_path / "report.html"
+    text = RUNNER.invoke(app, ["simulate", str(trace), "--workers", "2", "--report", str(page)]).stdout
+    assert page.read_text().count("<svg") == 2
+    assert "predicted_ttft" in page.read_text()
     assert "TTFT p99" in text
     assert "data sheets" in text
 
