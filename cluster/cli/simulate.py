@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from octavo.cluster.cli.console import JsonOption, print_json, reports_errors
 
 if TYPE_CHECKING:
+    from octavo.cluster.simulator.fleet import FleetConfig, RunRecord
     from octavo.cluster.simulator.hardware import Device
     from octavo.cluster.simulator.report import Summary
     from octavo.cluster.simulator.traces import Trace
@@ -72,6 +72,7 @@ def simulate(
             help=f"NAME=A,B,... with NAME one of {', '.join(SWEPT)}; may be repeated: all combinations."
         ),
     ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with table and plots here.")] = None,
     progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
     json: JsonOption = False,
 ) -> None:
@@ -81,10 +82,11 @@ def simulate(
     Speeds of --gpu come from data sheets (a roofline); those of --calibration were measured.
     """
     from octavo.cluster.simulator.fleet import FleetConfig
-    from octavo.cluster.simulator.report import Slo
+    from octavo.cluster.simulator.html_report import Curves, page
+    from octavo.cluster.simulator.report import Slo, summarise
     from octavo.cluster.simulator.traces import read_trace
 
-    device = _device(model, gpu, tp, calibration, price)
+    device = choose_device(model, gpu, tp, calibration, price)
     requests = read_trace(trace, trace_format)
     requests = requests.cut(limit or len(requests.requests)).faster(speed)
     base: dict[str, Any] = {
@@ -106,14 +108,21 @@ def simulate(
         for choice in _choices(sweep or [])
     ]
     slo = Slo(ttft_seconds=ttft_slo, itl_seconds=itl_slo)
-    summaries = [_run(config, requests, slo, progress and not json) for config in configs]
+    summaries, curves = [], []
+    for config in configs:
+        record = _run(config, requests, progress and not json)
+        summaries.append(summarise(record, slo))
+        curves.append(Curves.of(record))
+    if report is not None:
+        report.write_text(page(summaries, curves), encoding="utf-8")
     if json:
         print_json({"runs": [one.as_dict() for one in summaries]})
     else:
         _print(summaries)
 
 
-def _device(model: str, gpu: str, tp: int, calibration: Path | None, price: float | None) -> Device:
+def choose_device(model: str, gpu: str, tp: int, calibration: Path | None, price: float | None) -> Device:
+    """A preset or a calibration file, at this price. Raises `ConfigError`."""
     from dataclasses import replace
 
     from octavo.cluster.simulator.hardware import preset, read_calibration
@@ -146,19 +155,16 @@ def _choices(sweep: Sequence[str]) -> list[dict[str, Any]]:
     return choices
 
 
-def _run(config: Any, trace: Trace, slo: Any, show: bool) -> Summary:
+def _run(config: FleetConfig, trace: Trace, show: bool) -> RunRecord:
     from rich.console import Console
     from rich.progress import Progress
 
     from octavo.cluster.simulator.fleet import Simulation
-    from octavo.cluster.simulator.report import summarise
 
-    with Progress(
-        console=Console(stderr=True), disable=not (show and sys.stderr.isatty()), transient=True
-    ) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as bar:
         task = bar.add_task(f"{config.num_workers} workers, {config.policy}", total=len(trace.requests))
-        record = Simulation(config, trace, on_progress=lambda done: bar.update(task, completed=done)).run()
-    return summarise(record, slo)
+        return Simulation(config, trace, on_progress=lambda done: bar.update(task, completed=done)).run()
 
 
 def _print(summaries: Sequence[Summary]) -> None:

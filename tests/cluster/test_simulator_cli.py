@@ -95,7 +95,10 @@ def test_simulate_command(tmp_path):
         assert (run["requests"], run["refused"], run["index_exact"]) == (30, 0, 1.0)
         assert run["hit_rate"] > 0.5
         assert run["dollars_per_million_tokens"] > 0
-    text = RUNNER.invoke(app, ["simulate", str(trace), "--workers", "2"]).stdout
+    page = tmp_path / "report.html"
+    text = RUNNER.invoke(app, ["simulate", str(trace), "--workers", "2", "--report", str(page)]).stdout
+    assert page.read_text().count("<svg") == 2
+    assert "predicted_ttft" in page.read_text()
     assert "TTFT p99" in text
     assert "data sheets" in text
 
@@ -108,3 +111,21 @@ def test_simulate_refuses_what_it_does_not_know(options, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"at": 0, "prompt_tokens": 9, "output_tokens": 2}')
     assert RUNNER.invoke(app, ["simulate", str(trace), *options]).exit_code != 0
+
+
+def test_plan_finds_the_smallest_fleet(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"at": i / 10, "prompt_tokens": 4000, "output_tokens": 5} for i in range(60)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    # A prompt takes 0.44 s of a worker and ten come a second.
+    done = RUNNER.invoke(app, ["plan", str(trace), "--ttft-slo", "1.0", "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    tried = {one["workers"]: one["slo_share"] for one in found["tried"]}
+    assert 4 <= found["workers"] <= 6
+    assert tried[found["workers"]] >= 0.95
+    assert tried[found["workers"] - 1] < 0.95, "one less was tried and is not enough"
+    assert "hold it" in RUNNER.invoke(app, ["plan", str(trace), "--ttft-slo", "1.0"]).stdout
+    short = RUNNER.invoke(app, ["plan", str(trace), "--ttft-slo", "0.1", "--max-workers", "4"])
+    assert short.exit_code != 0
+    assert "do not hold it" in short.stdout
