@@ -22,7 +22,7 @@ from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_servicer import decode_health
 from octavo.cluster.delivered import Delivered
 from octavo.cluster.forking import TokensSoFar
-from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     IntegrityError,
     InvalidRequestError,
@@ -72,6 +72,7 @@ class GrpcBackend:
         deadline_seconds: float = wire.RPC_DEADLINE_SECONDS,
         resume_wait_seconds: float = RESUME_WAIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        token: str | None = None,
     ) -> None:
         self.model = model
         self._find = find
@@ -80,6 +81,7 @@ class GrpcBackend:
         self._ingress_id = uuid.uuid4().hex
         self._resume_wait_seconds = resume_wait_seconds
         self._clock = clock
+        self._metadata = auth.call_metadata(token)
         self._lost_at = clock()
         self._calls: dict[str, _Call] = {}
         """By request id, in order of arrival. One that has its terminal reply is not in it."""
@@ -152,7 +154,11 @@ class GrpcBackend:
             )
         try:
             return decode_health(
-                await self._stub.GetHealth(coordinator_pb2.GetHealthRequest(), timeout=self._deadline_seconds)
+                await self._stub.GetHealth(
+                    coordinator_pb2.GetHealthRequest(),
+                    timeout=self._deadline_seconds,
+                    metadata=self._metadata,
+                )
             )
         except grpc.aio.AioRpcError as error:
             return HealthReport(
@@ -170,7 +176,9 @@ class GrpcBackend:
         if self._stub is None:
             raise UnavailableError("the coordinator cannot be reached")
         try:
-            return await getattr(self._stub, method)(request, timeout=self._deadline_seconds)
+            return await getattr(self._stub, method)(
+                request, timeout=self._deadline_seconds, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"the coordinator does not answer: {error.details() or error.code().name}"
@@ -240,7 +248,7 @@ class GrpcBackend:
             address, options=wire.client_options(self._keepalive_seconds)
         ) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-            call = stub.Serve(_drain(commands))
+            call = stub.Serve(_drain(commands), metadata=self._metadata)
             try:
                 await self._check_hello(address, call)
                 self._resume_all(commands)

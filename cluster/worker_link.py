@@ -69,6 +69,7 @@ class WorkerLink:
         deliver: Callable[[list[OutputDelta]], None],
         clock: Callable[[], float],
         lease_seconds: float | None = None,
+        token: str | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.address = address
@@ -78,6 +79,7 @@ class WorkerLink:
         self._deliver = deliver
         self._clock = clock
         self._lease_seconds = lease_seconds
+        self._token = token
         self._wake = asyncio.Event()
         self._scheduler: Scheduler | None = None
         self._client: WorkerClient | None = None
@@ -145,6 +147,7 @@ class WorkerLink:
                 on_event=self._wake.set,
                 lease_seconds=self._lease_seconds,
                 clock=self._clock,
+                token=self._token,
             )
             scheduler = self._make_scheduler(self._client.info, self.epoch)
             num_cached = scheduler.adopt(self._client.cached_prefixes)
