@@ -35,7 +35,8 @@ from octavo.protos.types import ModelInfo, OutputDelta, Request
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS_MIN = 0.05
-RECONNECT_SECONDS_MAX = 2.0
+RECONNECT_SECONDS_MAX = 0.5
+"""All clients of this process wait for it, and an attempt costs next to nothing."""
 CONNECT_WAIT_SECONDS = 5.0
 """A request that comes while the stream is down waits so long for it before it is refused."""
 RESUME_WAIT_SECONDS = 60.0
@@ -214,17 +215,22 @@ class GrpcBackend:
 
     async def _stay_connected(self) -> None:
         pause = RECONNECT_SECONDS_MIN
+        told = ""
         while True:
             address = "an unknown address"
+            trouble = ""
             try:
                 address = await self._find()
                 if await self._run_stream(address):
                     pause = RECONNECT_SECONDS_MIN
             except OctavoError as error:
-                logger.warning("no coordinator at %s: %s", address, error.message)
+                trouble = f"no coordinator at {address}: {error.message}"
             except Exception as error:
                 # `find` asks a cluster that may be in any state; what matters is to ask again.
-                logger.warning("no coordinator found: %s: %s", type(error).__name__, error)
+                trouble = f"no coordinator found: {type(error).__name__}: {error}"
+            if trouble and trouble != told:
+                logger.warning(trouble)
+            told = trouble
             if self._clock() - self._lost_at > self._resume_wait_seconds:
                 self._fail_all(
                     UnavailableError(f"the coordinator did not come back in {self._resume_wait_seconds:g} s")
