@@ -22,7 +22,7 @@ from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_servicer import decode_health
 from octavo.cluster.delivered import Delivered
 from octavo.cluster.forking import TokensSoFar
-from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     IntegrityError,
     InvalidRequestError,
@@ -35,7 +35,8 @@ from octavo.protos.types import ModelInfo, OutputDelta, Request
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS_MIN = 0.05
-RECONNECT_SECONDS_MAX = 2.0
+RECONNECT_SECONDS_MAX = 0.5
+"""All clients of this process wait for it, and an attempt costs next to nothing."""
 CONNECT_WAIT_SECONDS = 5.0
 """A request that comes while the stream is down waits so long for it before it is refused."""
 RESUME_WAIT_SECONDS = 60.0
@@ -72,6 +73,7 @@ class GrpcBackend:
         deadline_seconds: float = wire.RPC_DEADLINE_SECONDS,
         resume_wait_seconds: float = RESUME_WAIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        token: str | None = None,
     ) -> None:
         self.model = model
         self._find = find
@@ -80,6 +82,7 @@ class GrpcBackend:
         self._ingress_id = uuid.uuid4().hex
         self._resume_wait_seconds = resume_wait_seconds
         self._clock = clock
+        self._metadata = auth.call_metadata(token)
         self._lost_at = clock()
         self._calls: dict[str, _Call] = {}
         """By request id, in order of arrival. One that has its terminal reply is not in it."""
@@ -160,7 +163,11 @@ class GrpcBackend:
             )
         try:
             return decode_health(
-                await self._stub.GetHealth(coordinator_pb2.GetHealthRequest(), timeout=self._deadline_seconds)
+                await self._stub.GetHealth(
+                    coordinator_pb2.GetHealthRequest(),
+                    timeout=self._deadline_seconds,
+                    metadata=self._metadata,
+                )
             )
         except grpc.aio.AioRpcError as error:
             return HealthReport(
@@ -178,7 +185,9 @@ class GrpcBackend:
         if self._stub is None:
             raise UnavailableError("the coordinator cannot be reached")
         try:
-            return await getattr(self._stub, method)(request, timeout=self._deadline_seconds)
+            return await getattr(self._stub, method)(
+                request, timeout=self._deadline_seconds, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"the coordinator does not answer: {error.details() or error.code().name}"
@@ -214,17 +223,22 @@ class GrpcBackend:
 
     async def _stay_connected(self) -> None:
         pause = RECONNECT_SECONDS_MIN
+        told = ""
         while True:
             address = "an unknown address"
+            trouble = ""
             try:
                 address = await self._find()
                 if await self._run_stream(address):
                     pause = RECONNECT_SECONDS_MIN
             except OctavoError as error:
-                logger.warning("no coordinator at %s: %s", address, error.message)
+                trouble = f"no coordinator at {address}: {error.message}"
             except Exception as error:
                 # `find` asks a cluster that may be in any state; what matters is to ask again.
-                logger.warning("no coordinator found: %s: %s", type(error).__name__, error)
+                trouble = f"no coordinator found: {type(error).__name__}: {error}"
+            if trouble and trouble != told:
+                logger.warning(trouble)
+            told = trouble
             if self._clock() - self._lost_at > self._resume_wait_seconds:
                 self._fail_all(
                     UnavailableError(f"the coordinator did not come back in {self._resume_wait_seconds:g} s")
@@ -248,7 +262,7 @@ class GrpcBackend:
             address, options=wire.client_options(self._keepalive_seconds)
         ) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-            call = stub.Serve(_drain(commands))
+            call = stub.Serve(_drain(commands), metadata=self._metadata)
             try:
                 await self._check_hello(address, call)
                 self._resume_all(commands)

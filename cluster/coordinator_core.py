@@ -65,6 +65,9 @@ class CoordinatorConfig:
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
+    token: str | None = field(default=None, repr=False)
+    """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
+
     def __post_init__(self) -> None:
         if not self.worker_ids or len(set(self.worker_ids)) != len(self.worker_ids):
             raise ConfigError("worker_ids must be at least one, each once", param="worker_ids")
@@ -146,6 +149,7 @@ class CoordinatorCore:
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
             observe=lambda events: self._timelines.observe(events, worker_id),
+            token=self.config.token,
         )
         slot.link = link
         slot.detail = "attaching"

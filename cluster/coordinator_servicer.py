@@ -15,7 +15,7 @@ import grpc
 
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_core import CoordinatorCore
-from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import OctavoError
 from octavo.protos.types import OutputDelta
 
@@ -241,9 +241,13 @@ class CoordinatorServer:
     def __init__(
         self, core: CoordinatorCore, *, host: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS
     ) -> None:
+        """Calls must carry the token of `core.config`, if it has one."""
         self._core = core
         self._host = host
-        self._server = grpc.aio.server(options=wire.server_options(keepalive_seconds))
+        self._server = grpc.aio.server(
+            options=wire.server_options(keepalive_seconds),
+            interceptors=auth.interceptors(core.config.token),
+        )
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""

@@ -45,7 +45,10 @@ class Fleet:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
+        token: str | None = None,
     ) -> None:
+        """`token`: what the coordinator's calls to the workers must carry."""
+        self._token = token
         self._loopback = loopback
         self._build = build
         self._actors: dict[str, Any] = {}
@@ -67,7 +70,13 @@ class Fleet:
                 # One worker a node before the second anywhere: they are the ones that compute.
                 scheduling_strategy="SPREAD",
                 **worker_resources(config),
-            ).remote(config, (COORDINATOR_NAME, NAMESPACE), loopback=self._loopback, build=self._build)
+            ).remote(
+                config,
+                (COORDINATOR_NAME, NAMESPACE),
+                loopback=self._loopback,
+                build=self._build,
+                token=self._token,
+            )
 
     def remove(self, worker_ids: Collection[str]) -> None:
         """End these for good. The coordinator has let them go before."""

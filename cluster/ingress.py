@@ -43,6 +43,8 @@ class IngressConfig:
     """As the workers were told; None: the model's."""
     num_replicas: int = 1
     http: HttpConfig = field(default_factory=HttpConfig)
+    token: str | None = field(default=None, repr=False)
+    """Of the system, for calls to the coordinator."""
 
 
 def build_app(config: IngressConfig) -> FastAPI:
@@ -52,7 +54,7 @@ def build_app(config: IngressConfig) -> FastAPI:
     if config.max_model_len is not None:
         model = replace(model, max_model_len=min(model.max_model_len, config.max_model_len))
     tokenizer = Tokenizer(source.tokenizer_dir)
-    backend = GrpcBackend(model, find_coordinator)
+    backend = GrpcBackend(model, find_coordinator, token=config.token)
     app = create_app(backend, tokenizer, config.http)
 
     @contextlib.asynccontextmanager

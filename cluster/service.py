@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from octavo.cluster.service_config import ServiceConfig, split_address
+from octavo.protos.auth import new_token
 from octavo.protos.errors import ConfigError, StartupError
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.loader import read_model_info, resolve_model
@@ -77,6 +78,7 @@ class Service:
         self._ray_started = False
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
+        self._token = new_token()
 
     @property
     def url(self) -> str:
@@ -174,6 +176,7 @@ class Service:
             worker_ids=tuple(config.worker_id for config in configs),
             scheduler_options=self.config.scheduler_options(),
             seed=self.config.seed,
+            token=self._token,
         )
         try:
             self._coordinator = (
@@ -183,7 +186,9 @@ class Service:
             )
         except ValueError as error:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
-        self._fleet = Fleet(configs, loopback=loopback, build=self._build or build_executor)
+        self._fleet = Fleet(
+            configs, loopback=loopback, build=self._build or build_executor, token=self._token
+        )
         cores = int(offered.get("CPU", 1))
         self._scaler = Scaler(
             self._coordinator,
@@ -206,6 +211,7 @@ class Service:
             max_model_len=self.config.max_model_len,
             num_replicas=self.config.num_ingresses,
             http=self.config.http_config(),
+            token=self._token,
         )
         try:
             serve.start(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos import auth, codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 _LEASE_TICKS = 10
 """The lease is counted in so many ticks of this loop. A loop that stalls counts one tick, not its length, so
 that a busy coordinator does not take its own sleep for the worker's silence."""
+
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Progress:
 
 def _from_status(address: str, error: grpc.aio.AioRpcError) -> OctavoError:
     detail = error.details() or error.code().name
-    if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+    if error.code() in _REFUSALS:
         return PlanRejectedError(f"the worker at {address} refused: {detail}")
     return WorkerLostError(f"the stream to the worker at {address} broke: {detail}")
 
@@ -58,6 +64,7 @@ class WorkerClient:
         lease_seconds: float | None,
         keepalive_seconds: float,
         clock: Callable[[], float],
+        token: str | None,
     ) -> None:
         self.address = address
         self.epoch = epoch
@@ -79,7 +86,9 @@ class WorkerClient:
         self._results: deque[StepResult] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = grpc.aio.insecure_channel(address, options=wire.client_options(keepalive_seconds))
-        self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Step(self._commands())
+        self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Step(
+            self._commands(), metadata=auth.call_metadata(token)
+        )
 
     @classmethod
     async def connect(
@@ -92,11 +101,12 @@ class WorkerClient:
         deadline_seconds: float = wire.CONNECT_DEADLINE_SECONDS,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        token: str | None = None,
     ) -> WorkerClient:
         """Attach to the worker at "host:port" for `epoch`. `lease_seconds` None: by its device.
 
-        Raises `PlanRejectedError` when it has seen this epoch or a later one, `WorkerLostError` when it cannot
-        be reached in time.
+        Raises `PlanRejectedError` when it has seen this epoch or a later one, or asks for another token, and
+        `WorkerLostError` when it cannot be reached in time.
         """
         client = cls(
             address,
@@ -105,6 +115,7 @@ class WorkerClient:
             lease_seconds=lease_seconds,
             keepalive_seconds=keepalive_seconds,
             clock=clock,
+            token=token,
         )
         try:
             hello = await asyncio.wait_for(client._attach(), deadline_seconds)

@@ -70,6 +70,7 @@ class WorkerLink:
         clock: Callable[[], float],
         lease_seconds: float | None = None,
         observe: Callable[[list[Event]], None] = lambda events: None,
+        token: str | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.address = address
@@ -80,6 +81,7 @@ class WorkerLink:
         self._observe = observe
         self._clock = clock
         self._lease_seconds = lease_seconds
+        self._token = token
         self._wake = asyncio.Event()
         self._scheduler: Scheduler | None = None
         self._client: WorkerClient | None = None
@@ -149,6 +151,7 @@ class WorkerLink:
                 on_event=self._wake.set,
                 lease_seconds=self._lease_seconds,
                 clock=self._clock,
+                token=self._token,
             )
             scheduler = self._make_scheduler(self._client.info, self.epoch)
             num_cached = scheduler.adopt(self._client.cached_prefixes)

@@ -67,8 +67,10 @@ class WorkerActor:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
+        token: str | None = None,
     ) -> None:
         hide_checkout()
+        self._token = token
         self._config = config
         self._coordinator = coordinator
         self._build = build
@@ -91,7 +93,9 @@ class WorkerActor:
             # Ray sets this to the actor's share of CPUs; libraries read it when they are first imported.
             os.environ["OMP_NUM_THREADS"] = str(self._config.num_threads)
         executor = await self._build_patiently()
-        self._server = WorkerServer(executor, host=self._host, on_fatal=self._die, compute=self._compute)
+        self._server = WorkerServer(
+            executor, host=self._host, on_fatal=self._die, compute=self._compute, token=self._token
+        )
         address = await self._server.start()
         logger.info("worker %s serves at %s", self._config.worker_id, address)
         self._announcing = asyncio.create_task(self._announce(self._server, address))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos import auth, codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
@@ -289,14 +289,18 @@ class WorkerServer:
         compute: ThreadPoolExecutor | None = None,
         heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
+        token: str | None = None,
     ) -> None:
+        """`token`: what a coordinator's calls must carry; None: nothing."""
         self.servicer = WorkerServicer(
             executor, on_fatal=on_fatal, compute=compute, heartbeat_seconds=heartbeat_seconds
         )
         self._host = host
         self._period_seconds = heartbeat_seconds
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=wire.server_options(keepalive_seconds))
+        self._server = grpc.aio.server(
+            options=wire.server_options(keepalive_seconds), interceptors=auth.interceptors(token)
+        )
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
