@@ -35,8 +35,10 @@ demo: venv
 serve: venv
 	@$(BIN)/octavo serve --workers 2 $(ARGS)
 
+# Many tests wait for a clock or a process, so two at a time halve the time even on two cores. JOBS=0: one by one.
+JOBS ?= 2
 test: venv
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check

@@ -18,6 +18,13 @@ settings.register_profile("octavo", deadline=None, derandomize=True, print_blob=
 settings.load_profile("octavo")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, those of a file stay together, for its fixtures' sake, and all that start a Ray."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("cluster") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model's folder; fetched and converted when this machine has none (about 30 s, once)."""
