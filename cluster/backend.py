@@ -82,6 +82,13 @@ class Backend(Protocol):
         branch that has ended is left alone. What was under way may still come, and then that branch's end."""
         ...
 
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        """What happened to a request that runs or ended lately, JSON-able: see `timeline.Timelines.describe`.
+
+        Raises `NotFoundError` for one that is not known.
+        """
+        ...
+
     async def health(self) -> HealthReport:
         """Answers within a second however much work is queued."""
         ...

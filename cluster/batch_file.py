@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +43,15 @@ class BatchLine:
     """Bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with one line."""
+
+    number: int
+    """1-based line of the file."""
+    text: str
+
+
 class BatchInput:
     """A valid input file, open. `lines` in file order, every `custom_id` once."""
 
@@ -67,7 +76,7 @@ class BatchInput:
             raise _file_error("read", path, problem) from problem
         try:
             digest = hashlib.sha256()
-            lines, problems = _scan(file, digest.update)
+            lines, problems = scan_lines(file, digest.update)
             if not lines and not problems:
                 raise errors.InvalidRequestError(f"{path} holds no requests", param="input")
             if problems:
@@ -93,24 +102,33 @@ class BatchInput:
         self._file.close()
 
 
-def _scan(file: BinaryIO, feed: Callable[[bytes], None]) -> tuple[list[BatchLine], list[str]]:
+def scan_lines(
+    file: BinaryIO,
+    feed: Callable[[bytes], object] = lambda raw: None,
+    *,
+    check: Callable[[Mapping[str, Any]], str | None] = lambda record: None,
+    urls: Sequence[str] = URLS,
+) -> tuple[list[BatchLine], list[Problem]]:
+    """The valid requests of a whole file and what is wrong with the others. `feed` gets every byte; `check` says what
+    else is wrong with a record that is well formed, if anything."""
     lines: list[BatchLine] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     first_use: dict[str, int] = {}
     offset = 0
     # Cut at LF only: text mode would also cut at a bare CR, and str.splitlines at U+2028 inside a prompt.
     for number, (raw, too_long) in enumerate(_raw_lines(file, feed), start=1):
         start, offset = offset, offset + len(raw)
         if too_long:
-            problems.append(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
+            problems.append(Problem(number, f"longer than {MAX_LINE_BYTES} bytes"))
             break
         text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
         if not text.strip():
             continue
         if len(lines) == MAX_LINES:
-            problems.append(f"line {number}: more than {MAX_LINES} requests in one file")
+            problems.append(Problem(number, f"more than {MAX_LINES} requests in one file"))
             break
-        record, wrong = _checked_record(text)
+        record, wrong = _checked_record(text, urls)
+        wrong = wrong or check(record)
         if wrong is None:
             custom_id = record["custom_id"]
             if custom_id in first_use:
@@ -120,17 +138,17 @@ def _scan(file: BinaryIO, feed: Callable[[bytes], None]) -> tuple[list[BatchLine
                 begin = start + len(raw) - len(text)
                 lines.append(BatchLine(number, custom_id, record["url"], begin, len(text)))
         if wrong is not None:
-            problems.append(f"line {number}: {wrong}")
+            problems.append(Problem(number, wrong))
     return lines, problems
 
 
-def _raw_lines(file: BinaryIO, feed: Callable[[bytes], None]) -> Iterator[tuple[bytes, bool]]:
+def _raw_lines(file: BinaryIO, feed: Callable[[bytes], object]) -> Iterator[tuple[bytes, bool]]:
     while raw := file.readline(MAX_LINE_BYTES + 1):
         feed(raw)
         yield raw, len(raw) > MAX_LINE_BYTES
 
 
-def _checked_record(text: bytes) -> tuple[dict[str, Any], str | None]:
+def _checked_record(text: bytes, urls: Sequence[str]) -> tuple[dict[str, Any], str | None]:
     """One parsed line and what is wrong with it, if anything."""
     try:
         record = orjson.loads(text)
@@ -138,10 +156,10 @@ def _checked_record(text: bytes) -> tuple[dict[str, Any], str | None]:
         return {}, f"not valid JSON ({problem})"
     if not isinstance(record, dict):
         return {}, f"must be a JSON object, got {type(record).__name__}"
-    return record, _wrong_with(record)
+    return record, _wrong_with(record, urls)
 
 
-def _wrong_with(record: Mapping[str, Any]) -> str | None:
+def _wrong_with(record: Mapping[str, Any], urls: Sequence[str]) -> str | None:
     custom_id = record.get("custom_id")
     if "custom_id" not in record:
         return "custom_id is missing"
@@ -153,9 +171,8 @@ def _wrong_with(record: Mapping[str, Any]) -> str | None:
         return f"custom_id is longer than {MAX_CUSTOM_ID_CHARS} characters"
     if record.get("method") != "POST":
         return f"method must be 'POST', got {record.get('method')!r:.80} (custom_id {custom_id!r})"
-    if record.get("url") not in URLS:
-        urls = " or ".join(URLS)
-        return f"url must be {urls}, got {record.get('url')!r:.80} (custom_id {custom_id!r})"
+    if record.get("url") not in urls:
+        return f"url must be {' or '.join(urls)}, got {record.get('url')!r:.80} (custom_id {custom_id!r})"
     body = record.get("body")
     if not isinstance(body, dict):
         return f"body must be a JSON object (custom_id {custom_id!r})"
@@ -164,8 +181,8 @@ def _wrong_with(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _problem_text(path: Path, problems: list[str]) -> str:
-    shown = [f"{path} {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
+def _problem_text(path: Path, problems: list[Problem]) -> str:
+    shown = [f"{path} line {problem.number}: {problem.text}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"... and {len(problems) - MAX_PROBLEMS_SHOWN} more problems")
     return "\n".join(shown)

@@ -136,6 +136,14 @@ class GrpcBackend:
             use_prefix_cache=not response.uncached,
         )
 
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        """See `Backend.timeline`. Raises `UnavailableError` while the coordinator cannot be asked."""
+        response = await self._ask("GetTimeline", coordinator_pb2.GetTimelineRequest(request_id=request_id))
+        if response.HasField("error"):
+            raise codec.decode_error(response.error)
+        timeline: dict[str, Any] = json.loads(response.timeline_json)
+        return timeline
+
     def stop_branch(self, request_id: str, branch: int) -> None:
         """See `Backend.stop_branch`. While the stream is down it is remembered."""
         call = self._calls.get(request_id)

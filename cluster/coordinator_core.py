@@ -20,6 +20,7 @@ from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
+from octavo.cluster.timeline import Timelines
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.cluster.worker_slot import WorkerSlot
 from octavo.protos.errors import (
@@ -101,7 +102,8 @@ class CoordinatorCore:
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
-        self._requests = OpenRequests(clock)
+        self._timelines = Timelines(clock)
+        self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
         self._settled = False
@@ -146,6 +148,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
+            observe=lambda events: self._timelines.observe(events, worker_id),
             token=self.config.token,
         )
         slot.link = link
@@ -193,6 +196,9 @@ class CoordinatorCore:
                 self._requests.fail(entry, error)
             else:
                 self._num_moved += 1
+                self._timelines.on_migration(
+                    entry.request.request_id, error.message, from_worker=link.worker_id
+                )
                 self._let_wait(entry)
         self._place_waiting()
 
@@ -225,10 +231,11 @@ class CoordinatorCore:
             try:
                 resume = entry.so_far.resume(now)
                 self._check_ids(entry.request, resume)
-                worker_id, _ = self._router.route(entry.request, schedulers, now, resume)
+                worker_id, events = self._router.route(entry.request, schedulers, now, resume)
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
+            self._timelines.observe(events, worker_id)
             self._put(entry, worker_id)
         self._waiting.clear()
 
@@ -295,10 +302,11 @@ class CoordinatorCore:
         try:
             self._check(request)
             self._check_ids(request, Resume())
-            worker_id, _ = self._router.route(request, self._schedulers(), self._clock())
+            worker_id, events = self._router.route(request, self._schedulers(), self._clock())
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
+        self._timelines.observe(events, worker_id)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -312,6 +320,11 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._num_moved += 1
+        self._timelines.on_migration(
+            request.request_id,
+            "its stream or its coordinator was lost",
+            age_seconds=resume.metrics.total_seconds if resume.metrics else 0.0,
+        )
         self._let_wait(self._requests.open(request, sink, resume))
         self._place_waiting()
 
@@ -352,6 +365,10 @@ class CoordinatorCore:
         if entry.link is None:
             raise UnavailableError(f"request {request_id!r} waits for a worker; try again in a few seconds")
         return entry.link.tokens(request_id, branch)
+
+    def timeline(self, request_id: str) -> dict[str, Any]:
+        """See `Timelines.describe`."""
+        return self._timelines.describe(request_id)
 
     def abort(self, request_id: str, sink: IngressSink) -> None:
         """End a request of `sink` without a reply. One that has ended, or is another's, is left alone."""

@@ -162,6 +162,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             uncached=not found.use_prefix_cache,
         )
 
+    async def GetTimeline(
+        self, request: coordinator_pb2.GetTimelineRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetTimelineResponse:
+        try:
+            timeline = self._core.timeline(request.request_id)
+        except OctavoError as error:
+            return coordinator_pb2.GetTimelineResponse(error=codec.encode_error(error))
+        return coordinator_pb2.GetTimelineResponse(timeline_json=json.dumps(timeline))
+
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:

@@ -49,6 +49,10 @@ class EngineBackend:
         """See `Backend.stop_branch`."""
         self._loop.stop_branch(request_id, branch)
 
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        """See `Backend.timeline`."""
+        return self._loop.timeline(request_id)
+
     async def health(self) -> HealthReport:
         error = self._loop.error
         status = HealthStatus.READY if error is None else HealthStatus.DEAD

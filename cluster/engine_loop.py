@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import parent_of
+from octavo.cluster.timeline import Timelines
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
 from octavo.protos.types import FinishReason, Int32Array, OutputDelta, Request, StepPlan, StepResult
 from octavo.scheduler.events import Event
@@ -47,6 +48,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._timelines = Timelines(clock)
         self._lock = threading.Lock()
         """Held around every touch of the scheduler, never around a step."""
         self._work = threading.Condition(self._lock)
@@ -65,14 +67,14 @@ class EngineLoop:
         """
         with self._work:
             self._check_open()
-            self._scheduler.add(request, self._clock())
+            self._timelines.observe(self._scheduler.add(request, self._clock()))
             self._sinks[request.request_id] = sink
             self._work.notify()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request; its sink gets the last delta. Ids that have ended are ignored."""
         with self._work:
-            self._outbox += deltas_of(self._scheduler.abort(request_id, self._clock(), reason))
+            self._outbox += self._told(self._scheduler.abort(request_id, self._clock(), reason))
             self._work.notify()
 
     def abandon(self, request_id: str) -> None:
@@ -83,13 +85,18 @@ class EngineLoop:
     def stop_branch(self, request_id: str, branch: int) -> None:
         """End one branch whose text has met a stop string; its sink gets that branch's last delta."""
         with self._work:
-            self._outbox += deltas_of(self._scheduler.abort_branch(request_id, branch, self._clock()))
+            self._outbox += self._told(self._scheduler.abort_branch(request_id, branch, self._clock()))
             self._work.notify()
 
     def parent_of(self, request_id: str, branch: int) -> tuple[Request, Int32Array]:
         """See `forking.parent_of`."""
         with self._lock:
             return parent_of(self._scheduler, request_id, branch)
+
+    def timeline(self, request_id: str) -> dict[str, Any]:
+        """See `Timelines.describe`."""
+        with self._lock:
+            return self._timelines.describe(request_id)
 
     @property
     def error(self) -> OctavoError | None:
@@ -138,7 +145,8 @@ class EngineLoop:
             events: list[Event] = []
             for request_id in self._scheduler.unfinished():
                 events += self._scheduler.abort(request_id, self._clock(), FinishReason.ERROR)
-        self._deliver(deltas_of(events, error))
+            deltas = self._told(events, error)
+        self._deliver(deltas)
 
     def _step(self) -> bool:
         """One turn: wait for work, plan, execute, commit, deliver. False when it is time to end."""
@@ -149,8 +157,8 @@ class EngineLoop:
                 return False
             # While any of these runs the loop turns, so none waits for long.
             while self._abandoned:
-                self._outbox += deltas_of(self._scheduler.abort(self._abandoned.popleft(), self._clock()))
-            self._outbox += deltas_of(self._scheduler.expire(self._clock()))
+                self._outbox += self._told(self._scheduler.abort(self._abandoned.popleft(), self._clock()))
+            self._outbox += self._told(self._scheduler.expire(self._clock()))
             plan = self._scheduler.plan(self._clock())
             outbox, self._outbox = self._outbox, deque()
         self._deliver(outbox)
@@ -159,9 +167,14 @@ class EngineLoop:
             return True
         result = self._executor.execute(plan)
         with self._lock:
-            deltas = deltas_of(self._scheduler.commit(result, self._clock()))
+            deltas = self._told(self._scheduler.commit(result, self._clock()))
         self._deliver(deltas)
         return True
+
+    def _told(self, events: list[Event], error: OctavoError | None = None) -> list[OutputDelta]:
+        """What callers get to see of `events`, which go into the timelines. Under the lock."""
+        self._timelines.observe(events)
+        return deltas_of(events, error)
 
     def _deliver(self, deltas: list[OutputDelta] | deque[OutputDelta]) -> None:
         for delta in deltas:

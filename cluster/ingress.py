@@ -60,7 +60,13 @@ def build_app(config: IngressConfig) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         backend.start()
+        jobs = app.state.jobs
+        if jobs is not None:
+            # Batches that an earlier process had begun go on.
+            jobs.start()
         yield
+        if jobs is not None:
+            await jobs.close()
         await backend.close()
         tokenizer.close()
 

@@ -50,7 +50,13 @@ class OpenRequest:
 class OpenRequests:
     """All of one coordinator, in order of arrival."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_end: Callable[[str, str], None] = lambda request_id, outcome: None,
+    ) -> None:
+        """`on_end`: request id and outcome, one of `counts`, of each that ends."""
+        self._on_end = on_end
         self.counts = dict.fromkeys(("submitted", "rejected", "finished", "failed", "aborted"), 0)
         self.idle = asyncio.Event()
         """Set while there is none."""
@@ -118,6 +124,7 @@ class OpenRequests:
             return False
         del self._entries[entry.request.request_id]
         self.counts[outcome] += 1
+        self._on_end(entry.request.request_id, outcome)
         if not self._entries:
             self.idle.set()
         return True

@@ -6,6 +6,7 @@ once, so that a wrong one need not wait for a cluster to be noticed.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,10 @@ from octavo.cluster.openai.config import HttpConfig
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.config import SchedulerConfig
 from octavo.worker.config import WorkerConfig
+from octavo.worker.model_cache import cache_root
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+"""In the name of a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,10 @@ class ServiceConfig:
     """CPU threads; None: the cluster's cores shared evenly, at least 1."""
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    """See `HttpConfig`."""
+    jobs_dir: str | None = None
+    """Folder of files and batches. None: one for this model in the cache folder; "": neither is served."""
     block_size: int = 16
     num_blocks: int | None = None
     host_blocks: int | None = None
@@ -105,7 +114,17 @@ class ServiceConfig:
 
     def http_config(self) -> HttpConfig:
         names = () if self.served_model_name is None else (self.served_model_name,)
-        return HttpConfig(served_model_names=names, api_keys=self.api_keys)
+        jobs_dir = self.jobs_dir
+        if jobs_dir is None:
+            # A server would refuse the batches of another model, so they must not meet.
+            model = _UNSAFE.sub("_", self.served_model_name or self.model or "default")
+            jobs_dir = str(cache_root() / "jobs" / model)
+        return HttpConfig(
+            served_model_names=names,
+            api_keys=self.api_keys,
+            cors_origins=self.cors_origins,
+            jobs_dir=jobs_dir or None,
+        )
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -56,7 +56,7 @@ def scheduler_config(info: WorkerInfo, epoch: int, options: dict[str, Any]) -> S
 class WorkerLink:
     """Runs one attached worker until it is lost or `close` is called.
 
-    `deliver` gets the deltas of a step, all requests together; it must not wait.
+    `deliver` gets the deltas of a step, all requests together, and `observe` its events before; neither may wait.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class WorkerLink:
         deliver: Callable[[list[OutputDelta]], None],
         clock: Callable[[], float],
         lease_seconds: float | None = None,
+        observe: Callable[[list[Event]], None] = lambda events: None,
         token: str | None = None,
     ) -> None:
         self.worker_id = worker_id
@@ -77,6 +78,7 @@ class WorkerLink:
         self.num_steps = 0
         self._make_scheduler = make_scheduler
         self._deliver = deliver
+        self._observe = observe
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._token = token
@@ -126,12 +128,14 @@ class WorkerLink:
         """End a request; its blocks are free at once. Unknown ids are ignored."""
         events = self.scheduler.abort(request_id, self._clock())
         self._wake.set()
+        self._observe(events)
         return deltas_of(events)
 
     def stop_branch(self, request_id: str, branch: int) -> list[OutputDelta]:
         """End one branch with STOP. Its last delta, none when it has ended."""
         events = self.scheduler.abort_branch(request_id, branch, self._clock())
         self._wake.set()
+        self._observe(events)
         return deltas_of(events)
 
     def tokens(self, request_id: str, branch: int) -> TokensSoFar:
@@ -185,12 +189,14 @@ class WorkerLink:
                     self._sent.popleft()
                     self.num_steps += 1
                 if client.error is not None:
+                    self._observe(events)
                     self._deliver(deltas_of(events))
                     return client.error
                 events += scheduler.expire(self._clock())
                 self._fill_pipeline(client, scheduler)
                 if events:
                     # After sending: the worker's next step should not wait for our fan-out.
+                    self._observe(events)
                     self._deliver(deltas_of(events))
         finally:
             checks.cancel()

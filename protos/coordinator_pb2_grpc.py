@@ -45,6 +45,11 @@ class CoordinatorServiceStub:
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.SerializeToString,
                 response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/octavo.coordinator.v1.CoordinatorService/GetTimeline',
+                request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/octavo.coordinator.v1.CoordinatorService/GetStats',
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetStatsRequest.SerializeToString,
@@ -77,6 +82,13 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """What happened to a request that runs or ended lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counts and gauges of the whole system.
         """
@@ -103,6 +115,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetTokens,
                     request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.FromString,
                     response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.FromString,
+                    response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -170,6 +187,33 @@ class CoordinatorService:
             '/octavo.coordinator.v1.CoordinatorService/GetTokens',
             octavo_dot_protos_dot_coordinator__pb2.GetTokensRequest.SerializeToString,
             octavo_dot_protos_dot_coordinator__pb2.GetTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.coordinator.v1.CoordinatorService/GetTimeline',
+            octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.SerializeToString,
+            octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

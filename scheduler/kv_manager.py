@@ -184,7 +184,7 @@ class KVManager:
         return block
 
     def _leave_device(self, blocks: list[int]) -> None:
-        """Cached blocks go to somebody else: what they hold moves to the host where that has room, or is lost."""
+        """Cached blocks are given to somebody else: what they hold moves to the host if that has room, or is lost."""
         if not self.host.num_blocks:
             self.tree.evict_many(blocks)
             return
@@ -305,6 +305,8 @@ class KVManager:
             return []
         table, size = seq.block_table, self.block_size
         want = self._num_publishable(seq, want)
+        if want == have:
+            return []
         tokens = seq.token_ids[have * size : want * size].tobytes()
         assert len(tokens) == (want - have) * size * TOKEN_BYTES
         after = table[have - 1] if have else None
@@ -335,12 +337,15 @@ class KVManager:
         if max(holders) == 1:
             return want
         known = self.tree.match(seq.group.root_key, seq.token_ids.tobytes(), want)
-        for index in range(have, want - 1):
-            replaced = (
-                index < len(known) and known[index] != table[index] and known[index] < self.pool.num_blocks
-            )
-            if holders[index + 1 - have] > (1 if replaced else holders[index - have]):
-                return index + 1
+        # Who holds the block before, as far as that is known.
+        before = self.pool.ref_count(table[have - 1]) if have else max(holders)
+        for index, own in enumerate(holders, have):
+            if index < len(known) and known[index] < self.pool.num_blocks:
+                before = own if known[index] == table[index] else 1
+            elif own > before:
+                return index
+            else:
+                before = own
         return want
 
     def adopt(self, root_key: RootKey, tokens: bytes, blocks: list[int]) -> None:

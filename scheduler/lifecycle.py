@@ -101,6 +101,7 @@ class Lifecycle:
         request: Request,
         max_tokens: int,
         cached_tokens: int,
+        found_tokens: int,
         now: float,
         resume: Resume | None = None,
     ) -> Event:
@@ -124,7 +125,7 @@ class Lifecycle:
             group.go_on_from(resume, now)
         if request.timeout_seconds is not None:
             heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
-        group.found_tokens = cached_tokens
+        group.found_tokens = found_tokens
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)

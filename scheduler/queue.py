@@ -44,7 +44,7 @@ class GroupQueue:
 
 
 def tokens_to_compute(group: SequenceGroup) -> int:
-    """Prefill tokens of a group that waits, less those of its prompt that were cached when it came."""
+    """Prefill tokens of a group that waits, less those of its prompt that are or will be cached."""
     counts = [seq.num_uncomputed_tokens for seq in group.live]
     return max(0, sum(count for count in counts if count > 1) - group.found_tokens)
 

@@ -22,6 +22,7 @@ from octavo.protos.types import Request, Resume
 from octavo.scheduler.events import Event, Queued
 from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex
+from octavo.scheduler.promised import PromisedPrefixes
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.start_time import Floats, StartTimes, predict
 
@@ -31,6 +32,8 @@ INDIFFERENCE = 0.05
 """Scores within so much of the best one are equal."""
 SCORES_MAX = 8
 """Scores told in a `Routed` event: the best ones, in the order of choice."""
+PROMISED_SHARE = 8
+"""Prompts that wait may take one byte for so many of cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,34 @@ class Score:
     load_seconds: float
     """Price of one more branch in the decode batch that it joins."""
     cached_tokens: int
-    """Of the worker that was tried, to the token; of the others, in whole blocks."""
+    """Of the worker that was chosen, to the token; of the others, in whole blocks."""
+    promised_tokens: int
+    """Of the prompt, in whole blocks: what requests queued there before it will have computed, if that is more."""
+    indexed_blocks: int
+    """What the index knows of the prompt there: whole blocks, device and host."""
     num_seqs: int
     """Branches that run or wait there."""
 
     @property
+    def expected_tokens(self) -> int:
+        """Prompt tokens that will be found when the request's turn comes."""
+        return max(self.cached_tokens, self.promised_tokens)
+
+    @property
     def total_seconds(self) -> float:
         return self.ttft_seconds + self.load_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownBlocks:
+    """Blocks of one prompt's prefix, each [workers]."""
+
+    held: Floats
+    """On the device, and on the host where they would be loaded."""
+    on_host: Floats
+    """Of these."""
+    expected: Floats
+    """`held`, or what is promised where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +109,16 @@ class Router:
         self._fleet: dict[str, Scheduler] = {}
         self._ids: list[str] = []
         self._indexes: dict[int, PrefixIndex] = {}
+        self._promised: dict[int, PromisedPrefixes] = {}
         self._loads: Loads = np.zeros((0, len(Load)))
         self._with_host: list[int] = []
 
     @property
     def index_bytes(self) -> int:
         """What the index takes, by its own estimate."""
-        return sum(index.num_bytes for index in self._indexes.values())
+        return sum(index.num_bytes for index in self._indexes.values()) + sum(
+            promised.num_bytes for promised in self._promised.values()
+        )
 
     def route(
         self,
@@ -110,24 +137,31 @@ class Router:
             raise UnavailableError("no worker is ready")
         if workers != self._fleet:
             self.adopt(workers)
-        held, on_host = self._cached_blocks(request)
-        times = predict(self._loads, request.num_prompt_tokens, held, on_host)
+        known = self._known_blocks(request)
+        times = predict(self._loads, request.num_prompt_tokens, known.expected, known.on_host)
         self._count += 1
         refusal: RequestTooLargeError | OverloadedError | None = None
         tried: list[int] = []
         while len(tried) < len(self._ids):
-            worker = self._best(times, held, tried)
+            worker = self._best(times, known.held, tried)
             tried.append(worker)
             worker_id, scheduler = self._ids[worker], self._fleet[self._ids[worker]]
             try:
-                queued = scheduler.add(request, now, resume)
+                size = scheduler.config.block_size
+                promised = int(known.expected[worker]) * size
+                queued = scheduler.add(request, now, resume, promised_tokens=promised)
             except (RequestTooLargeError, OverloadedError) as error:
                 # Of several reasons the temporary one is told: the request may be sent again.
                 if refusal is None or isinstance(error, OverloadedError):
                     refusal = error
                 continue
             cached = sum(event.cached_tokens for event in queued if isinstance(event, Queued))
-            scores = self._scores(times, held, worker, cached)
+            if request.use_prefix_cache and scheduler.config.prefix_cache:
+                whole = request.num_prompt_tokens // size
+                tokens = request.prompt_token_ids[: whole * size].tobytes()
+                root_key = (request.cache_salt, request.adapter)
+                self._promised[size].promise(worker, request.request_id, root_key, tokens, whole)
+            scores = self._scores(times, known, worker, cached)
             return worker_id, [Routed(request.request_id, now, worker_id, scores), *queued]
         assert refusal is not None
         raise refusal
@@ -143,31 +177,42 @@ class Router:
         self._fleet = dict(workers)
         self._ids = sorted(workers)
         self._loads = np.zeros((len(self._ids), len(Load)))
-        self._indexes = {}
+        self._indexes, self._promised = {}, {}
         self._with_host = []
         for position, worker_id in enumerate(self._ids):
             scheduler = workers[worker_id]
             size = scheduler.config.block_size
             if size not in self._indexes:
                 self._indexes[size] = PrefixIndex(size, bytes_max=self._index_bytes_max)
+                self._promised[size] = PromisedPrefixes(
+                    size, self._is_due, bytes_max=self._index_bytes_max // PROMISED_SHARE
+                )
             self._indexes[size].attach(position, scheduler.kv.tree)
             scheduler.report_load(self._loads[position])
             if scheduler.config.num_host_blocks:
                 self._with_host.append(position)
 
-    def _cached_blocks(self, request: Request) -> tuple[Floats, Floats]:
-        """[workers] blocks of the prompt's prefix that each holds and could use, and how many of these on the host."""
-        held, on_host = np.zeros(len(self._ids)), np.zeros(len(self._ids))
-        tokens = request.prompt_token_ids.tobytes()
+    def _is_due(self, worker: int, request_id: str) -> bool:
+        return self._fleet[self._ids[worker]].awaits_first_token(request_id)
+
+    def _known_blocks(self, request: Request) -> _KnownBlocks:
+        """What each worker has of the prompt, and could use."""
+        num = len(self._ids)
+        held, on_host, promised = np.zeros(num), np.zeros(num), np.zeros(num)
         if request.use_prefix_cache:
+            tokens = request.prompt_token_ids.tobytes()
+            root_key = (request.cache_salt, request.adapter)
             for size, index in self._indexes.items():
                 # One token short of all: that one gives the logits.
                 limit = (request.num_prompt_tokens - 1) // size
-                found, behind = index.lookup((request.cache_salt, request.adapter), tokens, limit)
-                if found:
-                    held[list(found)] = list(found.values())
-                if behind:
-                    on_host[list(behind)] = list(behind.values())
+                found, behind = index.lookup(root_key, tokens, limit)
+                for blocks, into in (
+                    (found, held),
+                    (behind, on_host),
+                    (self._promised[size].lookup(root_key, tokens, limit), promised),
+                ):
+                    if blocks:
+                        into[list(blocks)] = list(blocks.values())
         for position in self._with_host:
             if on_host[position] and not self._fleet[self._ids[position]].kv.loads_from_host:
                 held[position] -= on_host[position]
@@ -178,7 +223,7 @@ class Router:
                 scheduler = self._fleet[worker_id]
                 if scheduler.runs(request.fork_of):
                     held[position] = scheduler.cached_tokens_of(request) // scheduler.config.block_size
-        return held, on_host
+        return _KnownBlocks(held, on_host, np.maximum(held, promised))
 
     # --- score and pick ------------------------------------------------------------------------------------
 
@@ -205,7 +250,7 @@ class Router:
         name = f"{self._count}/{self._ids[position]}"
         return xxhash.xxh64_intdigest(name.encode(), seed=self._seed & (2**64 - 1))
 
-    def _scores(self, times: StartTimes, held: Floats, chosen: int, cached: int) -> tuple[Score, ...]:
+    def _scores(self, times: StartTimes, known: _KnownBlocks, chosen: int, cached: int) -> tuple[Score, ...]:
         """The chosen worker's first, with its `cached` tokens, then those with the best predictions."""
         order = np.argsort(times.total, kind="stable")[:SCORES_MAX].tolist()
         order = [chosen, *[position for position in order if position != chosen]][:SCORES_MAX]
@@ -215,7 +260,9 @@ class Router:
                 self._ids[at],
                 float(times.ttft[at]),
                 float(times.load[at]),
-                int(held[at] * sizes[at]),
+                int(known.held[at] * sizes[at]),
+                int(known.expected[at] * sizes[at]) if known.expected[at] > known.held[at] else 0,
+                int(known.held[at]),
                 int(times.num_seqs[at]),
             )
             for at in order

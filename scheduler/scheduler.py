@@ -83,8 +83,11 @@ class Scheduler:
 
     # --- requests come and go ------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float, resume: Resume | None = None) -> list[Event]:
-        """Queue a request, or one that stood at `resume` on another worker: it goes on from there.
+    def add(
+        self, request: Request, now: float, resume: Resume | None = None, *, promised_tokens: int = 0
+    ) -> list[Event]:
+        """Queue a request, or one that stood at `resume` on another worker: it goes on from there. `promised_tokens` of
+        its prompt will be cached when its turn comes.
 
         Raises `RequestTooLargeError` when it could never fit, `OverloadedError` when the queue is full and
         `InvalidRequestError` for an id in use or a `resume` that is none of this request. Then nothing has changed.
@@ -92,7 +95,9 @@ class Scheduler:
         max_tokens = resolve_max_tokens(request, self.config)
         if resume is not None:
             check_resume(request, resume, max_tokens)
-        queued = self._life.enqueue(request, max_tokens, self.cached_tokens_of(request), now, resume)
+        cached = self.cached_tokens_of(request)
+        found = max(cached, promised_tokens)
+        queued = self._life.enqueue(request, max_tokens, cached, found, now, resume)
         self._tell_load()
         return [queued]
 
@@ -252,6 +257,11 @@ class Scheduler:
     def runs(self, request_id: str) -> bool:
         """Whether this request is here and has not ended."""
         return request_id in self._life.groups
+
+    def awaits_first_token(self, request_id: str) -> bool:
+        """Whether this request is here and its prompt has yet to be computed."""
+        group = self._life.groups.get(request_id)
+        return group is not None and group.first_token_at is None
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""

@@ -163,7 +163,7 @@ class SequenceGroup:
         self.first_token_at: float | None = None
         self.cached_tokens = 0
         self.found_tokens = 0
-        """Of its prompt, cached when it came: what those who wait behind it need not reckon with."""
+        """Of its prompt, cached when it came or by its turn: what those who wait behind it need not reckon with."""
         self.num_preemptions = 0
         self.parked_at_step = 0
         """The step that it gave way in; it comes back in a later one."""

@@ -98,7 +98,7 @@ def find_stretch(
     """The stretch that begins now, between a plan and the next commit; None where there is something to decide."""
     if life.returning or life.moving or life.to_publish or life.released_rows or life.events:
         return None
-    if life.swapped.head is not None:
+    if life.swapped.head is not None or life.waiting.is_shared:
         return None
     decodes: list[Sequence] = []
     max_steps = 1 << 30

@@ -2,9 +2,9 @@
 
 Owns the forms and the choice among them. On a CPU weights are packed once into the layout that the library behind
 reads in order: oneDNN for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32 sums)
-and for int8. Measured at 1 to 512 rows, the packed form of a dtype was the fastest at every number of rows (the
-table is in docs/performance.md), so a weight is held in one form, and a row's result does not hang on how many rows
-stand beside it but for float32 rounding. Anything else (other devices, other dtypes, a torch without these
+and for int8. Measured, the packed form of a dtype was the fastest from 2 to 512 rows, and at 1 row on a quiet machine
+(docs/performance.md), so a weight is held in one form, and a row's result does not hang on how many rows stand beside
+it but for float32 rounding. Anything else (other devices, other dtypes, a torch without these
 libraries) is `PlainLinear`.
 """
 

@@ -13,8 +13,11 @@ from octavo.cluster.cli.batch import batch
 from octavo.cluster.cli.chat import chat
 from octavo.cluster.cli.console import JsonOption, print_json
 from octavo.cluster.cli.generate import generate
+from octavo.cluster.cli.lab import lab
+from octavo.cluster.cli.plan import plan
 from octavo.cluster.cli.scale import scale
 from octavo.cluster.cli.serve import serve
+from octavo.cluster.cli.simulate import simulate
 
 # What decides how a run behaves; named by `octavo version` so that a report can be acted on.
 REPORTED_PACKAGES = ("torch", "transformers", "ray", "grpcio", "numba", "triton", "numpy")
@@ -62,7 +65,7 @@ def _options(
     pass
 
 
-for command in (serve, scale, batch, generate, chat, version):
+for command in (serve, scale, batch, generate, chat, simulate, plan, lab, version):
     app.command()(command)
 
 

@@ -46,6 +46,20 @@ def serve(
             envvar="OCTAVO_API_KEY", show_envvar=True, help="Ask clients for this key; may be repeated."
         ),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Of weights, on a CPU: fp16 or int8. Faster and less exact. Default: none."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Let pages of this origin call from a browser; may be repeated, * is all."),
+    ] = None,
+    jobs_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of uploaded files and batches. Default: in the cache folder; empty: neither is served."
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = 16,
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks a worker. Default: from free memory.")
@@ -92,11 +106,14 @@ def serve(
         num_workers=workers,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         host=host,
         port=port,
         ray_address=ray_address,
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        jobs_dir=jobs_dir,
         block_size=block_size,
         num_blocks=num_blocks,
         host_blocks=host_blocks,

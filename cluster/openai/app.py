@@ -9,50 +9,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
-from octavo.cluster.forking import fork_context
+from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
 from octavo.cluster.openai import errors, utility
 from octavo.cluster.openai.body import read_json
-from octavo.cluster.openai.chat import ChatShape
-from octavo.cluster.openai.completions import CompletionShape, echoes_of
+from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON
 from octavo.cluster.openai.front_door import FrontDoor, tenant_of
-from octavo.cluster.openai.generation import Generation
-from octavo.cluster.openai.prompts import (
-    Prompt,
-    build_requests,
-    chat_prompt,
-    completion_prompts,
-    fork_request,
-)
-from octavo.cluster.openai.rendering import JsonRenderer, Shape
-from octavo.cluster.openai.schemas import Call, parse_chat, parse_completion, parse_fork
+from octavo.cluster.openai.job_routes import JobRoutes, make_runner
 from octavo.cluster.openai.sse import GenerationResponse
 from octavo.cluster.tokenizer import Tokenizer
-from octavo.protos.errors import NotFoundError
-from octavo.protos.types import Request as GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 REQUEST_IDS_HEADER = "x-octavo-request-id"
-"""One id a prompt, comma separated: what a running request is forked by."""
+"""One id a prompt, comma separated: what a running request is forked by, and its timeline asked for."""
 REQUEST_IDS_MAX = 64
 """More would not fit what clients and proxies allow headers; the others are numbered on."""
-IGNORED_FIELDS_HEADER = "x-octavo-ignored-fields"
+WARNING_HEADER = "x-octavo-warning"
 
 
 def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None = None) -> FastAPI:
-    """The ASGI app. `tokenizer` stays the caller's to close."""
+    """The ASGI app. `tokenizer` stays the caller's to close.
+
+    `app.state.jobs` is its `JobRunner`, None without `jobs_dir`: started by the first batch, or by the caller, who
+    closes it.
+    """
     config = config or HttpConfig()
     metrics = HttpMetrics(config.replica)
     app = FastAPI(
@@ -64,32 +57,56 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
     )
     errors.install(app, config.retry_after_seconds)
     app.add_middleware(FrontDoor, config=config, metrics=metrics)
-    _Routes(backend, tokenizer, config, metrics).add_to(app)
+    if config.cors_origins:
+        # Outside of the front door: a browser asks beforehand, without a key, and must be able to read refusals.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", REQUEST_IDS_HEADER, WARNING_HEADER, "retry-after"],
+        )
+    calls = Calls(backend, tokenizer, config, metrics)
+    _Routes(backend, tokenizer, calls, config, metrics).add_to(app)
+    app.state.jobs = make_runner(calls, config) if config.jobs_dir is not None else None
+    JobRoutes(app.state.jobs, config).add_to(app)
     return app
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type=JSON)
+def _json(value: Any, status: int = 200, ignored: Sequence[str] = ()) -> Response:
+    return Response(orjson.dumps(value), status, _warning(ignored), media_type=JSON)
+
+
+def _warning(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names fields which nobody knows, if there are any."""
+    return {WARNING_HEADER: f"unknown fields ignored: {', '.join(ignored)}"} if ignored else {}
 
 
 class _Routes:
     """The handlers, with what they share."""
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, config: HttpConfig, metrics: HttpMetrics
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        calls: Calls,
+        config: HttpConfig,
+        metrics: HttpMetrics,
     ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
+        self._calls = calls
         self._config = config
         self._metrics = metrics
-        self._names = config.served_model_names or (backend.model.name,)
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
         for path, handler, *methods in (
-            ("/v1/chat/completions", self.chat_completions, "POST"),
-            ("/v1/completions", self.completions, "POST"),
-            ("/v1/fork", self.fork, "POST"),
+            (CHAT_COMPLETIONS, self.chat_completions, "POST"),
+            (COMPLETIONS, self.completions, "POST"),
+            (RESPONSES, self.responses, "POST"),
+            (FORK, self.fork, "POST"),
+            ("/v1/requests/{request_id}", self.timeline, "GET"),
             ("/v1/models", self.models, "GET"),
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
@@ -106,113 +123,44 @@ class _Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        arrived = time.perf_counter()
-        call = parse_chat(await read_json(request, self._config), self._config)
-        name = self._served(call.model)
-        prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
-        requests = build_requests(
-            call,
-            prompts,
-            self._backend.model,
-            self._config,
-            prefix="chatcmpl",
-            param="messages",
-            tenant=tenant_of(request.scope),
-        )
-        return self._reply(call, prompts, requests, ChatShape(call), name, arrived)
+        return await self._generate(request, CHAT_COMPLETIONS)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's text completions."""
-        arrived = time.perf_counter()
-        call = parse_completion(await read_json(request, self._config), self._config)
-        name = self._served(call.model)
-        prompts = await completion_prompts(call, self._tokenizer, self._backend.model, self._config)
-        requests = build_requests(
-            call,
-            prompts,
-            self._backend.model,
-            self._config,
-            prefix="cmpl",
-            param="prompt",
-            tenant=tenant_of(request.scope),
-        )
-        shape = CompletionShape(call, echoes_of(call, prompts, self._tokenizer))
-        return self._reply(call, prompts, requests, shape, name, arrived)
+        return await self._generate(request, COMPLETIONS)
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses: text, and nothing kept."""
+        return await self._generate(request, RESPONSES)
 
     async def fork(self, request: Request) -> Response:
         """A completion that goes on from where a running request stands: an extension."""
-        arrived = time.perf_counter()
-        call = parse_fork(await read_json(request, self._config), self._config)
-        name = self._served(call.model)
-        parent = await self._backend.tokens(call.request_id, call.branch)
-        fork = fork_request(call, parent, self._backend.model, self._config, tenant=tenant_of(request.scope))
-        forked_at = parent.num_output_tokens
-        return self._reply(
-            call,
-            [Prompt(parent.token_ids)],
-            [fork],
-            CompletionShape(call),
-            name,
-            arrived,
-            context=fork_context(fork, forked_at),
-            extensions={"fork": {"of": call.request_id, "branch": call.branch, "at": forked_at}},
-        )
+        return await self._generate(request, FORK)
 
-    def _reply(
-        self,
-        call: Call,
-        prompts: Sequence[Prompt],
-        requests: Sequence[GenerationRequest],
-        shape: Shape,
-        name: str,
-        arrived: float,
-        *,
-        context: Sequence[int] = (),
-        extensions: Mapping[str, Any] | None = None,
-    ) -> Response:
-        ids = [request.request_id for request in requests]
-        headers = {REQUEST_IDS_HEADER: ", ".join(ids[:REQUEST_IDS_MAX])}
-        if call.ignored:
-            headers[IGNORED_FIELDS_HEADER] = ", ".join(call.ignored)
+    async def _generate(self, request: Request, path: str) -> Response:
+        arrived = time.perf_counter()
+        body = await read_json(request, self._config)
+        prepared = await self._calls.prepare(path, body, tenant_of(request.scope))
+        ids = ", ".join(running.request_id for running in prepared.requests[:REQUEST_IDS_MAX])
         return GenerationResponse(
-            Generation(self._backend, self._tokenizer, requests, self._metrics, context),
-            JsonRenderer(
-                shape,
-                call,
-                prompts,
-                self._tokenizer,
-                call_id=ids[0].removesuffix("-0"),
-                model_name=name,
-                extensions=extensions,
-            ),
-            stream=call.stream,
+            self._calls.generation(prepared),
+            prepared.renderer,
+            stream=prepared.call.stream,
             metrics=self._metrics,
             config=self._config,
             arrived=arrived,
-            headers=headers,
+            headers={REQUEST_IDS_HEADER: ids, **_warning(prepared.call.ignored)},
         )
-
-    def _served(self, name: str | None) -> str:
-        """The model that is meant; with one model there is no need to say. Raises `NotFoundError`."""
-        if name is None:
-            return self._names[0]
-        if name not in self._names:
-            raise NotFoundError(
-                f"the model {name!r:.200} does not exist; this server has {', '.join(self._names)}",
-                param="model",
-                code="model_not_found",
-            )
-        return name
 
     # ---- models and tokens
 
     async def models(self) -> Response:
         """The models of this server."""
-        return _json({"object": "list", "data": [self._describe(name) for name in self._names]})
+        return _json({"object": "list", "data": [self._describe(name) for name in self._calls.names]})
 
     async def model(self, model_id: str) -> Response:
         """One model."""
-        return _json(self._describe(self._served(model_id)))
+        return _json(self._describe(self._calls.served(model_id)))
 
     def _describe(self, name: str) -> dict[str, Any]:
         return {
@@ -228,16 +176,22 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
         body = await read_json(request, self._config)
-        self._served(body.text("model"))
-        return _json(await utility.tokenize(body, self._tokenizer, self._backend.model, self._config))
+        self._calls.served(body.text("model"))
+        reply = await utility.tokenize(body, self._tokenizer, self._backend.model, self._config)
+        return _json(reply, ignored=body.unknown())
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         body = await read_json(request, self._config)
-        self._served(body.text("model"))
-        return _json(await utility.detokenize(body, self._tokenizer, self._backend.model))
+        self._calls.served(body.text("model"))
+        reply = await utility.detokenize(body, self._tokenizer, self._backend.model)
+        return _json(reply, ignored=body.unknown())
 
     # ---- operation
+
+    async def timeline(self, request_id: str) -> Response:
+        """Why a request took as long as it did: an extension."""
+        return _json(await self._backend.timeline(request_id))
 
     async def health(self) -> Response:
         """200 while the process makes progress or drains; 503 while it loads and once it is dead."""

@@ -72,6 +72,8 @@ class Body:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._known: set[str] = set()
+        self._objects: dict[str, Body] = {}
+        """Fields that are objects, taken as such."""
 
     def __contains__(self, name: str) -> bool:
         """Whether `name` was given, and not as null."""
@@ -128,7 +130,8 @@ class Body:
             return None
         if not isinstance(value, dict):
             raise InvalidRequestError(f"{name} must be an object, got {value!r:.80}", param=name)
-        return Body(value)
+        taken = self._objects[name] = Body(value)
+        return taken
 
     def refuse(self, unsupported: Mapping[str, Collection[Any]]) -> None:
         """Raise `UnsupportedParameterError` for a given field of `unsupported`, whose values are those that ask
@@ -140,6 +143,10 @@ class Body:
                 raise UnsupportedParameterError(name)
 
     def unknown(self) -> list[str]:
-        """Names of fields that nobody asked for, fit for a header: at most `IGNORED_NAMES_MAX`, odd ones as "?"."""
+        """Names of fields that nobody asked for, fit for a header: at most `IGNORED_NAMES_MAX`, odd ones as "?".
+        Those of an object within are "outer.inner"."""
         names = sorted(self._fields.keys() - self._known)
-        return [name if _SAFE_NAME.fullmatch(name) else "?" for name in names[:IGNORED_NAMES_MAX]]
+        told = [name if _SAFE_NAME.fullmatch(name) else "?" for name in names[:IGNORED_NAMES_MAX]]
+        for outer, taken in self._objects.items():
+            told += [f"{outer}.{inner}" for inner in taken.unknown()]
+        return told[:IGNORED_NAMES_MAX]

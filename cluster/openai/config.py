@@ -21,6 +21,15 @@ class HttpConfig:
     """Names that clients may ask for; the first is listed first. Empty: the model's own name."""
     api_keys: tuple[str, ...] = ()
     """Bearer keys for everything but /health, /ready and /metrics. Empty: open to all who reach the port."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins ("https://example.org", or "*") whose pages may call from a browser. Empty: none but our own."""
+    jobs_dir: str | None = None
+    """Folder of files and batches. None: neither is served."""
+    file_bytes_max: int = 512 * MIB
+    files_bytes_max: int = 32 * 1024 * MIB
+    """All files together, answers of batches not counted while these run."""
+    batch_lines_in_flight_max: int = 64
+    """All batches of this process together."""
     body_bytes_max: int = 8 * MIB
     body_seconds_max: float = 60.0
     """A client that has not sent its whole body by then gets 408."""
@@ -47,13 +56,18 @@ class HttpConfig:
     """Label of this process in /metrics, where several stand behind one address."""
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_keys"):
+        for name in ("served_model_names", "api_keys", "cors_origins"):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
                 raise ConfigError(f"{name} must be a list of non-empty strings, got {values!r}", param=name)
             object.__setattr__(self, name, tuple(values))
+        if self.jobs_dir is not None and not (isinstance(self.jobs_dir, str) and self.jobs_dir):
+            raise ConfigError(f"jobs_dir must be a folder, got {self.jobs_dir!r}", param="jobs_dir")
         for name in (
             "body_bytes_max",
+            "file_bytes_max",
+            "files_bytes_max",
+            "batch_lines_in_flight_max",
             "header_bytes_max",
             "request_id_bytes_max",
             "requests_in_flight_max",

@@ -23,7 +23,7 @@ from octavo.protos.errors import AuthenticationError, OverloadedError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Reached without a key and never refused for load."""
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/fork"})
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/fork"})
 UNKNOWN_ROUTE = "unknown"
 """Metrics label of paths that lead nowhere: a client must not be able to make new labels."""
 UNKNOWN_METHOD = "OTHER"

@@ -27,19 +27,20 @@ _TEXT_FIELD = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content")
 
 
-def normalise_messages(messages: Any, messages_max: int) -> list[dict[str, Any]]:
+def normalise_messages(messages: Any, messages_max: int, name: str = "messages") -> list[dict[str, Any]]:
     """Messages whose "role" is one of `ROLES`' values and whose "content" is a string.
 
     Text parts are joined in order with nothing between them; null content is "". Raises `InvalidRequestError`
-    naming the place ("messages[1].content") for anything else, and for parts that a text model cannot take.
+    naming the place ("messages[1].content") for anything else, and for parts that a text model cannot take. `name` is
+    the field's.
     """
     if not isinstance(messages, list):
-        raise InvalidRequestError(f"messages must be a list, got {messages!r:.80}", param="messages")
+        raise InvalidRequestError(f"{name} must be a list, got {messages!r:.80}", param=name)
     if not 1 <= len(messages) <= messages_max:
         raise InvalidRequestError(
-            f"messages must have 1 to {messages_max} entries, got {len(messages)}", param="messages"
+            f"{name} must have 1 to {messages_max} entries, got {len(messages)}", param=name
         )
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -89,13 +89,16 @@ async def chat_prompt(call: ChatCall, tokenizer: Tokenizer, model: ModelInfo, co
     """The rendered conversation. Raises `InvalidRequestError` naming the message."""
 
     def work() -> Prompt:
-        messages = normalise_messages(call.messages, config.messages_per_request_max)
+        name = call.messages_field
+        messages = normalise_messages(call.messages, config.messages_per_request_max, name)
+        if call.instructions is not None:
+            messages.insert(0, {"role": "system", "content": call.instructions})
         text = tokenizer.render_chat(
             messages, add_generation_prompt=call.add_generation_prompt, kwargs=call.template_kwargs
         )
-        _refuse_endless(text, tokenizer, model, "the conversation", "messages")
+        _refuse_endless(text, tokenizer, model, "the conversation", name)
         ids = tokenizer.encode(text, call.add_special_tokens)
-        return Prompt(checked_prompt_ids(ids, model.vocab_size, param="messages"), text)
+        return Prompt(checked_prompt_ids(ids, model.vocab_size, param=name), text)
 
     return await tokenizer.run(work)
 
@@ -118,7 +121,6 @@ def build_requests(
     *,
     prefix: str,
     param: str,
-    tenant: str = "",
 ) -> list[Request]:
     """One `Request` a prompt, with ids of ours ("`prefix`-uuid", numbered when there are several).
 
@@ -143,7 +145,6 @@ def build_requests(
             eos_token_ids=() if call.params.ignore_eos else model.eos_token_ids,
             priority=call.priority,
             timeout_seconds=call.timeout,
-            tenant=tenant,
             cache_salt=call.cache_salt,
             use_prefix_cache=call.use_prefix_cache,
         )
@@ -151,9 +152,7 @@ def build_requests(
     ]
 
 
-def fork_request(
-    call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig, *, tenant: str = ""
-) -> Request:
+def fork_request(call: ForkCall, parent: TokensSoFar, model: ModelInfo, config: HttpConfig) -> Request:
     """A request that goes on from where `parent` stands, under its salt and adapter whatever `call` says.
 
     Raises as `build_requests`.
@@ -165,7 +164,6 @@ def fork_request(
         config,
         prefix="cmpl",
         param="request_id",
-        tenant=tenant,
     )
     return replace(
         request,

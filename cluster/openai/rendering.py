@@ -18,7 +18,7 @@ from octavo.cluster.openai.generation import Generation, Update
 from octavo.cluster.openai.logprobs import LogprobWriter
 from octavo.cluster.openai.prompts import Prompt
 from octavo.cluster.openai.schemas import Call
-from octavo.cluster.openai.sse import event
+from octavo.cluster.openai.sse import DONE, event
 from octavo.cluster.tokenizer import Tokenizer
 
 FINGERPRINT = f"octavo-{__version__}"
@@ -105,8 +105,13 @@ class JsonRenderer:
 
     def last(self, generation: Generation) -> bytes:
         if not self._call.include_usage:
-            return b""
-        return event(orjson.dumps({**self._frame, "choices": [], "usage": generation.usage().as_dict()}))
+            return DONE
+        usage = {**self._frame, "choices": [], "usage": generation.usage().as_dict()}
+        return event(orjson.dumps(usage)) + DONE
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """The error as an event; without [DONE], so that nobody takes the answer for a whole one."""
+        return event(orjson.dumps({"error": error}))
 
     def whole(self, updates: Sequence[Update], generation: Generation) -> bytes:
         choices = []

@@ -53,6 +53,12 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "lora_path": (),
+    "vllm_xargs": (),
     "structured_outputs": (),
     "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
@@ -100,12 +106,40 @@ _UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
     "include_reasoning": (True, False),
 }
 
+_UNSUPPORTED_RESPONSES: dict[str, Collection[Any]] = {
+    **_UNSUPPORTED,
+    "n": (1,),
+    "best_of": (1,),
+    "beam_width": (),
+    "length_penalty": (),
+    "early_stopping": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "return_token_ids": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "max_tool_calls": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "include": ([],),
+    "reasoning": ({}, {"effort": "none"}),
+    "truncation": ("disabled",),
+    "moderation": (),
+    "image": (),
+    "access_programs": (),
+}
+_STATELESS = "is not supported by this server, which keeps no responses: send the whole conversation as input"
+
 _WITHOUT_EFFECT = (
     "metadata",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "prompt_cache_options",
 )
 """Bookkeeping of OpenAI's platform that changes no answer."""
 
@@ -145,6 +179,10 @@ class ChatCall(Call):
     logprobs: bool = False
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    instructions: str | None = None
+    """A system message before all others."""
+    messages_field: str = "messages"
+    """What the caller named `messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +265,45 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         template_kwargs=template_kwargs,
         add_special_tokens=_special(body, False),
     )
+
+
+def parse_response(body: Body, config: HttpConfig) -> ChatCall:
+    """A call of /v1/responses: a chat whose messages are `input`. Raises `InvalidRequestError` naming the field."""
+    if "input" not in body:
+        raise InvalidRequestError("input is missing", param="input")
+    for name in ("store", "previous_response_id"):
+        if body.any(name) not in (None, False):
+            raise UnsupportedParameterError(name, _STATELESS)
+    messages = _input_messages(body.any("input"))
+    body.refuse(_UNSUPPORTED_RESPONSES)
+    text = body.object("text")
+    if text is not None:
+        text.refuse({"format": ({"type": "text"},), "verbosity": ("medium",)})
+    body.flag("parallel_tool_calls")
+    sampling = _sampling(body, config)
+    sampling["max_tokens"] = body.any("max_output_tokens")
+    params = _params(sampling, "max_output_tokens")
+    instructions = body.text("instructions", chars_max=config.body_bytes_max)
+    return ChatCall(
+        **_common(body, params, "max_output_tokens" in body),
+        messages=messages,
+        instructions=instructions,
+        messages_field="input",
+        add_special_tokens=_special(body, False),
+    )
+
+
+def _input_messages(given: Any) -> Any:
+    """Messages of an `input`, not checked beyond their being messages."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        kind = item.get("type", "message") if isinstance(item, dict) else "message"
+        if kind != "message":
+            raise UnsupportedParameterError(
+                f"input[{index}]", f"is of type {kind!r:.80}, and only messages are supported by this server"
+            )
+    return given
 
 
 def _special(body: Body, default: bool) -> bool:

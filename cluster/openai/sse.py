@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -47,7 +46,11 @@ class Renderer(Protocol):
         ...
 
     def last(self, generation: Generation) -> bytes:
-        """Events after all tokens, without [DONE]."""
+        """Events after all tokens, to the stream's end."""
+        ...
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """The events of an error that cuts the stream; `error` is an envelope's, with its "status"."""
         ...
 
     def whole(self, updates: Sequence[Update], generation: Generation) -> bytes:
@@ -59,7 +62,7 @@ class GenerationResponse(Response):
     """Runs `generation` while the client listens; aborts it when the client leaves or the server stops.
 
     Raises the generation's `OctavoError` while nothing was sent, so that it becomes a reply with its own status.
-    Later it is an event with an "error", and the stream ends without [DONE].
+    Later it is an event, the stream's last.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class GenerationResponse(Response):
             self._metrics.on_stream(-1)
 
     async def _bodies(self, generation: Generation, updates: Sequence[Update] | None) -> AsyncIterator[bytes]:
-        """The events, those that are there at once in one piece; the last is [DONE] or an error."""
+        """The events, those that are there at once in one piece; the last ends the stream or is an error."""
         head = self._renderer.first()
         try:
             while updates is not None:
@@ -133,9 +136,9 @@ class GenerationResponse(Response):
                 head = b""
                 await self._wait_for_company()
                 updates = await generation.next()
-            tail = head + self._renderer.last(generation) + DONE
+            tail = head + self._renderer.last(generation)
         except Exception as error:
-            tail = event(_error_event(error))
+            tail = self._renderer.failed(_told(error))
         yield tail
 
     async def _start(self, send: Send) -> None:
@@ -161,8 +164,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _error_event(error: Exception) -> bytes:
+def _told(error: Exception) -> dict[str, Any]:
     ours = as_octavo_error(error)
-    said = envelope(ours)
-    said["error"]["status"] = ours.http_status  # a stream's own status was sent long ago
-    return orjson.dumps(said)
+    # A stream's own status was sent long ago.
+    return {**envelope(ours)["error"], "status": ours.http_status}

@@ -71,6 +71,7 @@ class FleetConfig:
             prefix_cache=self.prefix_cache,
             itl_target=self.itl_target,
             max_waiting=WAITING_MAX,
+            max_waiting_tokens=WAITING_MAX * self.max_model_len,
         )
 
 
@@ -84,7 +85,9 @@ class Outcome:
     worker: int = -1
     predicted_ttft_seconds: float = -1.0
     predicted_cached_tokens: int = 0
-    """When it was routed."""
+    """When it was routed: cached then, or promised by its turn."""
+    index_exact: bool = True
+    """What the index knew of its worker then was what that worker's own tree held, block for block."""
     cached_tokens: int = 0
     """When it was admitted."""
     ttft_seconds: float = -1.0
@@ -179,7 +182,9 @@ class Simulation:
         assert isinstance(routed, Routed)
         outcome.worker = self._position[worker_id]
         outcome.predicted_ttft_seconds = routed.scores[0].ttft_seconds
-        outcome.predicted_cached_tokens = routed.scores[0].cached_tokens
+        outcome.predicted_cached_tokens = routed.scores[0].expected_tokens
+        in_blocks = routed.scores[0].cached_tokens // self._config.block_size
+        outcome.index_exact = routed.scores[0].indexed_blocks == in_blocks
         self._record.outcomes.append(outcome)
         self._open[request.request_id] = outcome
         self.workers[worker_id].wake(one.at_seconds)

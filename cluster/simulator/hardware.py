@@ -117,8 +117,8 @@ def roofline(shape: ModelShape, gpu: Gpu, *, num_gpus: int = 1) -> Device:
     kv_tokens = int(room // shape.kv_bytes_per_token)
     if kv_tokens < 1:
         raise ConfigError(
-            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights: no room for KV on {num_gpus} "
-            f"{gpu.name} of {gpu.memory_bytes / 1e9:.0f} GB",
+            f"{shape.name} has {shape.weight_bytes / 1e9:.0f} GB of weights: no room for KV on {num_gpus} {gpu.name} "
+            f"of {gpu.memory_bytes / 1e9:.0f} GB",
             param="gpu",
         )
     return Device(

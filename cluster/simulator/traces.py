@@ -230,9 +230,8 @@ def read_trace(path: Path, kind: str | None = None) -> Trace:
         with _open(path) as file:
             requests = sorted(READERS[kind](file), key=lambda one: one.at_seconds)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(
-            f"{path} cannot be read as a {kind or 'known'} trace: {error}", param="trace"
-        ) from None
+        message = f"{path} cannot be read as a {kind or 'known'} trace: {error}"
+        raise InvalidRequestError(message, param="trace") from None
     if not requests:
         raise InvalidRequestError(f"{path} holds no request", param="trace")
     for number, one in enumerate(requests):

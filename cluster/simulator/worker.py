@@ -85,6 +85,7 @@ class SimulatedWorker:
                 epoch=step.epoch,
                 token_ids=self._tokens[: step.num_samples],
                 step_seconds=seconds,
+                parts_seconds={"swap": step.link_seconds},
             )
             if step.num_samples:
                 self._on_steps(seconds, 1, step.num_samples)
@@ -121,11 +122,10 @@ class SimulatedWorker:
 
     def _skip(self, now: float) -> bool:
         """Take in at once the steps up to `now` in which the scheduler has nothing to decide, if there are any."""
-        # Two and more are worth it; a look costs about as much as a step.
         step = self._steps[0]
-        first = self._seconds(step)
-        if self._end + first > now or step.num_tokens != step.num_rows:
+        if step.num_tokens != step.num_rows:
             return False
+        first = self._seconds(step)
         stretch = self.scheduler.stretch()
         if stretch is None or any(one.link_seconds for one in self._steps):
             return False
@@ -137,7 +137,7 @@ class SimulatedWorker:
         count = min(count + 1, stretch.max_steps)
         while count > 0 and _sum(first, more, count) - first > room:
             count -= 1
-        if count < 2:
+        if count < 1:
             return False
         self.scheduler.skip(stretch, count, TOKEN)
         spent = _sum(first, more, count)

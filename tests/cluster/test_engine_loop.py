@@ -156,3 +156,21 @@ def test_backend_aborts_when_its_iterator_is_closed(parts):
         assert (await backend.health()).status is HealthStatus.READY
 
     asyncio.run(run())
+
+
+def test_the_backend_tells_a_requests_timeline(parts):
+    loop, _ = parts
+    backend = EngineBackend(loop, ModelInfo(name="fake", vocab_size=1000, max_model_len=800))
+
+    async def scenario():
+        deltas = [delta async for delta in backend.submit(make_request("r", range(100), max_tokens=4))]
+        return deltas[-1].metrics, await backend.timeline("r")
+
+    metrics, told = asyncio.run(scenario())
+    assert [entry["event"] for entry in told["events"]] == [
+        *("queued", "admitted", "prefill_chunks", "finished"),
+    ]
+    assert told["events"][2]["num_tokens"] == 100
+    assert told["events"][2]["num_chunks"] == 2
+    assert told["outcome"] == "length"
+    assert told["seconds"]["total"] == pytest.approx(metrics.total_seconds, abs=1e-5)

@@ -70,7 +70,10 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing():
     router, fleet = Router(), fleet_of(3, num_blocks=500)
     home = route(router, fleet, make_request("a", range(100), max_tokens=2))
     run_all(fleet)
-    chosen = [route(router, fleet, make_request(f"r{i}", range(90 + i), max_tokens=2)) for i in range(30)]
+    chosen = [
+        route(router, fleet, make_request(f"r{i}", [*range(90), *[1000 + i] * 30], max_tokens=2))
+        for i in range(30)
+    ]
     assert chosen[0] == home
     assert set(chosen) == set(fleet), "nobody waits where computing again is sooner"
     # What it costs to compute again is far more than one waits for a few cached ones.
@@ -144,3 +147,23 @@ def test_one_step_time_that_is_not_known_yet_neither_draws_nor_repels_everybody(
     router = Router()
     chosen = [router.route(make_request(f"r{i}", range(i, i + 9)), workers, 0.0)[0] for i in range(8)]
     assert sorted(chosen) == ["known"] * 4 + ["new"] * 4
+
+
+def test_what_is_queued_is_promised_to_those_who_come_behind():
+    """Nothing is cached yet, but a second of two equal prompts would find the first one's blocks."""
+    router, fleet = Router(), fleet_of(3, num_blocks=500)
+    home = route(router, fleet, make_request("a", range(100), max_tokens=2))
+    _, events = router.route(
+        make_request("b", range(100), max_tokens=2), {name: h.scheduler for name, h in fleet.items()}, 0.0
+    )
+    scores = {score.worker_id: score for score in events[0].scores}
+    assert (scores[home].cached_tokens, scores[home].expected_tokens) == (0, 96)
+    assert all(score.expected_tokens == 0 for name, score in scores.items() if name != home)
+    # A promise ends with the request that made it.
+    for h in fleet.values():
+        h.scheduler.abort("a", 0.0)
+        h.scheduler.abort("b", 0.0)
+    _, events = router.route(
+        make_request("c", range(100), max_tokens=2), {name: h.scheduler for name, h in fleet.items()}, 0.0
+    )
+    assert all(score.expected_tokens == 0 for score in events[0].scores)

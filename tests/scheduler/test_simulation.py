@@ -140,9 +140,10 @@ def test_the_simulation_reaches_what_it_is_for():
     assert sum(h.count(Forked) > 0 for h in lives) >= 15
 
 
-@pytest.mark.parametrize("seed", [1513, 400851, 500184])
+@pytest.mark.parametrize("seed", [1513, 400851, 500184, 701328])
 def test_seeds_that_once_failed(seed):
-    """A swapped group without room for its next token; a swapped prompt that forks as it returns, twice."""
+    """A swapped group without room for its next token; a swapped prompt that forks as it returns, twice; a fork's block
+    that followed, in the tree, one which its parent did not hold."""
     simulate(seed)
 
 

@@ -75,6 +75,11 @@ class ScriptedBackend:
             raise not_running(request_id)
         return self.running[request_id, branch]
 
+    async def timeline(self, request_id: str) -> dict[str, Any]:
+        if request_id not in self.finished:
+            raise not_running(request_id)
+        return {"id": request_id, "object": "request.timeline", "events": []}
+
     def stop_branch(self, request_id: str, branch: int) -> None:
         self.stopped.append((request_id, branch))
 

@@ -180,7 +180,7 @@ def test_d16_null_is_the_same_as_left_out(api: Api, backend: ScriptedBackend) ->
     with_nulls = api.complete(**dict.fromkeys(OPTIONAL), seed=7)
     without = api.complete(seed=7)
     assert with_nulls.json()["choices"] == without.json()["choices"]
-    assert "x-octavo-ignored-fields" not in with_nulls.headers
+    assert "x-octavo-warning" not in with_nulls.headers
     first, second = backend.submitted
     assert first.params == second.params
     assert first.params.max_tokens == 16
@@ -345,10 +345,30 @@ def test_values_that_ask_for_nothing_are_let_through(api: Api) -> None:
 def test_unknown_fields_are_ignored_and_named(api: Api) -> None:
     response = api.complete(**{"foo": 1, "bar": None, "bad\r\nname": 2, "é": 3})
     assert response.status_code == 200
-    assert response.headers["x-octavo-ignored-fields"] == "?, foo, ?"
-    assert "x-octavo-ignored-fields" not in api.complete(user="me").headers
+    assert response.headers["x-octavo-warning"] == "unknown fields ignored: ?, foo, ?"
+    assert "x-octavo-warning" not in api.complete(user="me").headers
     many = api.complete(**{f"field{i}": i for i in range(200)})
-    assert len(many.headers["x-octavo-ignored-fields"].split(", ")) == 20
+    assert len(many.headers["x-octavo-warning"].split(", ")) == 20
+    within = api.complete(stream=True, stream_options={"include_usage": True, "odd": 1})
+    assert within.headers["x-octavo-warning"] == "unknown fields ignored: stream_options.odd"
+    helper = api.post("/tokenize", {"prompt": "Hi", "odd": 1})
+    assert helper.headers["x-octavo-warning"] == "unknown fields ignored: odd"
+
+
+def test_cors(api: Api, make_api: Callable[..., Api]) -> None:
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in api.get("/health", headers=asked).headers
+    shared = make_api(cors_origins=("https://page.example",), api_keys=("key",))
+    preflight = shared.send("OPTIONS", "/v1/completions", headers=asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    refused = shared.send_complete({"origin": "https://page.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+    assert "x-octavo-request-id" in refused.headers["access-control-expose-headers"]
+    other = shared.send("OPTIONS", "/v1/completions", headers={**asked, "origin": "https://other.example"})
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
 
 
 def test_max_tokens_by_either_name(api: Api, backend: ScriptedBackend) -> None:
@@ -417,3 +437,11 @@ def test_tokenize_and_detokenize(api: Api, backend: ScriptedBackend) -> None:
     error_of(api.post("/tokenize", {"prompt": 5}), 400, "prompt")
     error_of(api.post("/detokenize", {"tokens": "x"}), 400, "tokens")
     error_of(api.post("/detokenize", {"tokens": [49152]}), 400, "tokens")
+
+
+def test_a_requests_timeline_goes_by_its_internal_id(api: Api) -> None:
+    reply = api.complete()
+    told = api.get(f"/v1/requests/{reply.headers['x-octavo-request-id']}")
+    assert told.status_code == 200
+    assert told.json()["object"] == "request.timeline"
+    error_of(api.get("/v1/requests/cmpl-nobody"), 404, "request_id")

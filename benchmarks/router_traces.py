@@ -1,0 +1,175 @@
+"""Policies of the router on recorded workloads: mean and p99 time to first token and hit rate, as a table and a plot.
+
+    python benchmarks/router_traces.py --data FOLDER [--out docs/routing] [--quick]
+
+Real Router and Scheduler objects in virtual time (`octavo.cluster.simulator`), Llama 3.1 8B on A100s by the roofline
+preset, blocks of 64 tokens. Load is set by compressing the trace's clock: 0.3, 0.6 and 0.85 of the rate at which the
+work that no cache of any size could save (prefill of new blocks, and decoding) would keep every worker busy. A real
+cache saves less, so that 0.85 is at or near saturation. It takes about a quarter of an
+hour of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from octavo.cluster.simulator.fleet import FleetConfig, Simulation, quantile
+from octavo.cluster.simulator.hardware import Device, preset
+from octavo.cluster.simulator.plots import bars
+from octavo.cluster.simulator.traces import Trace, read_trace
+from octavo.scheduler.router import ROUTER_POLICIES
+
+FILES = {
+    "conversation": "mooncake_conversation.jsonl",
+    "synthetic": "mooncake_synthetic.jsonl",
+    "agentic": "agentic_claude_code_rle.jsonl.gz",
+}
+LOADS = {"low": 0.3, "middle": 0.6, "near saturation": 0.85}
+NUM_REQUESTS = {8: 500, 64: 1500, 512: 4000}
+"""Of each trace, the first: what one core does in a quarter of an hour."""
+AGENTIC_REQUESTS_MAX = 2000
+"""Its prompts are ten times as long."""
+MAX_MODEL_LEN = 131_072
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Cell:
+    trace: str
+    workers: int
+    load: str
+    policy: str
+    mean_ttft: float
+    p99_ttft: float
+    hit_rate: float
+    index_exact: float
+    """Share of requests for which the index said what the chosen worker's own tree held then."""
+    cached_as_predicted: float
+    """Share of requests that found, when admitted, what was predicted when they were routed."""
+    utilisation: float
+    predicted_error: float
+    """Mean absolute error of the predicted TTFT, in shares of the mean TTFT."""
+    cpu_seconds: float
+
+
+def new_work_seconds(trace: Trace, device: Device) -> float:
+    """Work that no prefix cache could save."""
+    known: set[int] = set()
+    total = 0.0
+    for one in trace.requests:
+        ids = [] if one.block_ids is None else one.block_ids.tolist()
+        shared = 0
+        for block in ids:
+            if block not in known:
+                break
+            shared += 1
+        known.update(ids)
+        new = max(1, one.num_prompt_tokens - shared * one.block_tokens)
+        decode = (
+            device.token_seconds + device.row_seconds + one.num_prompt_tokens * device.context_token_seconds
+        )
+        total += new * device.token_seconds + one.num_output_tokens * decode
+    return total
+
+
+def run_cell(trace: Trace, name: str, workers: int, load: str, policy: str, device: Device) -> Cell:
+    seconds = new_work_seconds(trace, device) / workers / LOADS[load]
+    config = FleetConfig(
+        device=device,
+        num_workers=workers,
+        policy=policy,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        seed=1,
+    )
+    begin = time.process_time()
+    record = Simulation(config, trace.faster(trace.seconds / seconds)).run()
+    done = record.outcomes
+    ttft = [one.ttft_seconds for one in done]
+    mean = sum(ttft) / len(ttft)
+    return Cell(
+        name,
+        workers,
+        load,
+        policy,
+        mean,
+        quantile(ttft, 0.99),
+        sum(one.cached_tokens for one in done) / sum(one.num_prompt_tokens for one in done),
+        sum(one.index_exact for one in done) / len(done),
+        sum(one.cached_tokens == one.predicted_cached_tokens for one in done) / len(done),
+        sum(record.busy_seconds) / workers / record.end_seconds,
+        sum(abs(one.ttft_seconds - one.predicted_ttft_seconds) for one in done) / len(done) / mean,
+        time.process_time() - begin,
+    )
+
+
+def load_trace(data: Path, name: str, workers: int, quick: bool) -> Trace:
+    trace = read_trace(data / FILES[name]).at_most(MAX_MODEL_LEN)
+    most = NUM_REQUESTS[workers] if name != "agentic" else min(AGENTIC_REQUESTS_MAX, NUM_REQUESTS[workers])
+    return trace.cut(most // (10 if quick else 1))
+
+
+def table(cells: list[Cell]) -> str:
+    """Markdown: a row a place, a column a policy: mean / p99 TTFT in seconds, hit rate."""
+    lines = ["| trace | workers | load | " + " | ".join(ROUTER_POLICIES) + " | best |"]
+    lines.append("|---|---|---|" + "---|" * (len(ROUTER_POLICIES) + 1))
+    places: dict[tuple[str, int, str], dict[str, Cell]] = {}
+    for cell in cells:
+        places.setdefault((cell.trace, cell.workers, cell.load), {})[cell.policy] = cell
+    for (trace, workers, load), found in places.items():
+        best = min(found.values(), key=lambda cell: cell.mean_ttft)
+        texts = [
+            f"{cell.mean_ttft:.3f} / {cell.p99_ttft:.2f}, {cell.hit_rate:.0%}"
+            for cell in (found[policy] for policy in ROUTER_POLICIES if policy in found)
+        ]
+        behind = found[ROUTER_POLICIES[0]].mean_ttft / best.mean_ttft - 1
+        verdict = "yes" if behind <= 0 else f"{behind:+.1%} behind {best.policy}"
+        lines.append(f"| {trace} | {workers} | {load} | " + " | ".join(texts) + f" | {verdict} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with the traces")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.svg")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the requests, 8 and 64 workers")
+    parser.add_argument("--traces", nargs="+", default=list(FILES), choices=FILES)
+    parser.add_argument("--workers", nargs="+", type=int, default=list(NUM_REQUESTS), choices=NUM_REQUESTS)
+    args = parser.parse_args()
+    device = preset("llama-3.1-8b", "a100-80gb")
+    cells: list[Cell] = []
+    for name in args.traces:
+        for workers in [count for count in args.workers if count < 512 or not args.quick]:
+            trace = load_trace(args.data, name, workers, args.quick)
+            for load in LOADS:
+                for policy in ROUTER_POLICIES:
+                    cell = run_cell(trace, name, workers, load, policy, device)
+                    cells.append(cell)
+                    print(json.dumps(asdict(cell)), file=sys.stderr, flush=True)
+    print(table(cells))
+    if args.out is not None:
+        args.out.with_suffix(".json").write_text(
+            json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8"
+        )
+        args.out.with_suffix(".svg").write_text(plot(cells), encoding="utf-8")
+
+
+def plot(cells: list[Cell]) -> str:
+    """Mean TTFT of each policy as a multiple of the best one's, place by place."""
+    groups: dict[str, dict[str, float]] = {}
+    for cell in cells:
+        groups.setdefault(f"{cell.trace} {cell.workers} {cell.load}", {})[cell.policy] = cell.mean_ttft
+    relative = {
+        place: {policy: value / min(found.values()) for policy, value in found.items()}
+        for place, found in groups.items()
+    }
+    return bars(relative, title="Mean time to first token, in multiples of the best policy", limit=4.0)
+
+
+if __name__ == "__main__":
+    main()
