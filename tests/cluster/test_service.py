@@ -257,6 +257,20 @@ class TestRunning:
         assert len(system.processes("ray::WorkerActor")) == 2
         wait_for(system.idle, 10)
 
+    def test_d22_a_frozen_worker_is_given_up_and_its_process_replaced(self, system):
+        wait_for(system.idle, 10)
+        alone = system.complete(max_tokens=200).json()["choices"][0]["text"]
+        calls = Calls(system, 8, max_tokens=200)
+        wait_for(lambda: system.stats()["running"] == 8, 10)
+        frozen = system.worker_process("worker-0")
+        frozen.send_signal(signal.SIGSTOP)
+        wait_for(lambda: system.client.get("/health").json()["status"] == "degraded", 20)
+        assert calls.texts() == [alone] * 8
+        wait_for(lambda: not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, 20)
+        wait_for(lambda: system.client.get("/health").json()["status"] == "ready", 60)
+        assert len(system.processes("ray::WorkerActor")) == 2
+        wait_for(system.idle, 10)
+
     @pytest.mark.parametrize("with_worker", [False, True], ids=["alone", "and a worker within a second"])
     def test_d22_a_killed_coordinator_costs_all_clients_a_pause(self, system, with_worker):
         wait_for(system.idle, 10)
