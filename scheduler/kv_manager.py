@@ -139,7 +139,8 @@ class KVManager:
 
     def without_tail(self, hit: PrefixHit) -> PrefixHit:
         """Only its whole blocks."""
-        return replace(hit, tail_block=None, num_tokens=len(hit.blocks) * self.block_size)
+        whole = (len(hit.blocks) + len(hit.host_blocks)) * self.block_size
+        return replace(hit, tail_block=None, tail_host_block=None, num_tokens=whole)
 
     def num_blocks_to_admit(self, seq: Sequence, hit: PrefixHit) -> int:
         """Free blocks that starting `seq` on `hit` takes: those to compute, and cached free ones to revive."""

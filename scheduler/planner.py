@@ -162,6 +162,8 @@ class Planner:
                 if budget.left == 0 or (back and source is None):
                     break
                 hit = self._kv.find_prefix(group, seq.token_ids.tobytes())
+                if self._kv.num_blocks_to_admit(seq, hit) > self._kv.num_free:
+                    hit = self._kv.without_tail(hit)
                 if source is not None and hit.num_tokens < prompt:
                     self._kv.share_prefix(source, seq, prompt)
                 elif self._kv.num_blocks_to_admit(seq, hit) > self._kv.num_free:
@@ -216,7 +218,12 @@ class Planner:
             if not self._may_return(group):
                 return
             hit = self._find(group, plan)
-            if not self._life.reserve.fits(group, hit, self._life.running, self._kv):
+            fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
+            if not fits and hit.tail_block is not None:
+                # The source of the copy is held beside it: a request that fills the pool must do without.
+                hit = self._kv.without_tail(hit)
+                fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
+            if not fits:
                 return
             branches += group.num_branches
             self._life.start(group, hit, plan, self._step_id, self._now)

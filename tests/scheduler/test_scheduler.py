@@ -208,6 +208,15 @@ def test_d06_what_can_never_fit_is_refused_with_the_numbers():
     assert len(h.tokens["five", 0]) == 61, "no limit asked for: to the pool's end"
 
 
+def test_a_request_that_fills_the_pool_starts_though_a_part_of_a_block_is_cached():
+    """The source of that copy would be held beside it, one block more than there are."""
+    h = Harness(num_blocks=4, block_size=8)
+    h.add(make_request("before", [*range(12), *range(100, 120)], max_tokens=1))
+    h.run()
+    h.add(make_request("all", range(32), max_tokens=1))
+    h.run(limit=50)
+
+
 def test_limits_of_model_rows_and_queue():
     h = Harness(num_blocks=100, max_model_len=50, max_num_seqs=4, max_waiting=2)
     with pytest.raises(RequestTooLargeError, match="limit is 50"):

@@ -79,7 +79,10 @@ def simulate(seed: int) -> Harness:
     ]
     left = rng.randint(2, 12)
     losses_left = 8
+    idle = 0
     while left or h.scheduler.has_work:
+        idle = 0 if h.pending or left else idle + 1
+        assert idle < 1000, "nothing is under way, something waits, and nothing is planned"
         action = rng.random()
         if left and action < arrival_rate:
             left -= 1
