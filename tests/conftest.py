@@ -19,10 +19,9 @@ settings.load_profile("octavo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those of a file stay together, for its fixtures' sake, and all that start a Ray."""
+    """Where tests run side by side, those of a file stay together and in order, for its fixtures' sake."""
     for item in items:
-        group = "ray" if item.get_closest_marker("cluster") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture(scope="session")

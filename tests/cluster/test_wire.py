@@ -437,5 +437,6 @@ def test_no_thread_is_left_behind():
             client.send(empty_plan(1, 1))
             await results(client, 1)
 
+    before = set(threading.enumerate())
     run(test())
-    assert not [thread.name for thread in threading.enumerate() if "octavo" in thread.name]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "octavo" in thread.name]

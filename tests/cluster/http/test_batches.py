@@ -317,7 +317,9 @@ def test_cancel_keeps_what_is_answered(world: World, backend: ScriptedBackend) -
         assert batch.status == "cancelled"
         assert batch.cancelled_at is not None
         answers, left = [await results(client, file) for file in (batch.output_file_id, batch.error_file_id)]
-        assert (len(answers), len(left)) == (3, 7)
+        # Up to two more were under way when the third had ended.
+        assert 3 <= len(answers) <= 5
+        assert len(answers) + len(left) == 10
         assert {entry["error"]["code"] for entry in left} == {"batch_cancelled"}
         assert len({entry["custom_id"] for entry in answers + left}) == 10
         assert backend.num_running == 0
