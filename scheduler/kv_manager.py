@@ -189,28 +189,32 @@ class KVManager:
         if not self.host.num_blocks:
             self.tree.evict_many(blocks)
             return
+        plan = self._plan if self._loading_pays() else None
         for block in blocks:
-            self._leave_for_host(block)
+            if plan is not None and self.host.num_free:
+                self._demote(block, plan)
+            else:
+                self._forget(block)
 
-    def _leave_for_host(self, block: int) -> None:
-        """One cached block.
+    def _demote(self, block: int, plan: PlanBuilder) -> None:
+        """Move a cached block to the host.
 
         Those who follow it in the tree have left the device before. Room is made by what was used least recently there,
         and that is always a leaf.
         """
-        if self._plan is None or not self.host.num_free or not self._loading_pays():
-            # What continues it on the host can be reached no more.
-            for behind in self.tree.behind(block):
-                self.host.uncache(behind - self.pool.num_blocks)
-                self.tree.evict(behind)
-            self.tree.evict(block)
-            return
         host_block = self.host.allocate()
         self.tree.replace(block, self.pool.num_blocks + host_block)
-        self._plan.swap_out(block, host_block)
-        self._plan.held_host_blocks.append(host_block)
+        plan.swap_out(block, host_block)
+        plan.held_host_blocks.append(host_block)
         self._arriving.add(host_block)
         self.num_blocks_demoted += 1
+
+    def _forget(self, block: int) -> None:
+        """Lose a cached block, and what continues it on the host, which can be reached no more."""
+        for behind in self.tree.behind(block):
+            self.host.uncache(behind - self.pool.num_blocks)
+            self.tree.evict(behind)
+        self.tree.evict(block)
 
     def attach_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         """Start an empty table with whole blocks of the tree."""

@@ -261,7 +261,7 @@ class InputBatch:
         self._has_rules[row] = rules is not None
         if rules is not None:
             self._rules[row] = rules
-        stops = (*request.eos_token_ids, *params.stop_token_ids)
+        stops = sorted(request.stop_ids)
         if len(stops) > self._stop_ids.shape[1]:
             wider = np.full((len(self._stop_ids), len(stops)), _NO_TOKEN, np.int32)
             wider[:, : self._stop_ids.shape[1]] = self._stop_ids

@@ -71,8 +71,8 @@ class LogitRules:
         self.frequency = params.frequency_penalty
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         self.biases = np.fromiter(params.logit_bias.values(), np.float64, len(params.logit_bias))
-        stops = {*request.eos_token_ids, *params.stop_token_ids}
-        self.stop_ids = np.array(sorted(token for token in stops if 0 <= token < vocab_size), np.int64)
+        stops = sorted(token for token in request.stop_ids if 0 <= token < vocab_size)
+        self.stop_ids = np.array(stops, np.int64)
         penalises = self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
         self.counts = _TokenCounts(token_ids[:prompt_len], token_ids[prompt_len:]) if penalises else None
 
