@@ -128,15 +128,13 @@ class WorkerLink:
         """End a request; its blocks are free at once. Unknown ids are ignored."""
         events = self.scheduler.abort(request_id, self._clock())
         self._wake.set()
-        self._observe(events)
-        return deltas_of(events)
+        return self._told(events)
 
     def stop_branch(self, request_id: str, branch: int) -> list[OutputDelta]:
         """End one branch with STOP. Its last delta, none when it has ended."""
         events = self.scheduler.abort_branch(request_id, branch, self._clock())
         self._wake.set()
-        self._observe(events)
-        return deltas_of(events)
+        return self._told(events)
 
     def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """Raises as `forking.parent_of`."""
@@ -189,18 +187,21 @@ class WorkerLink:
                     self._sent.popleft()
                     self.num_steps += 1
                 if client.error is not None:
-                    self._observe(events)
-                    self._deliver(deltas_of(events))
+                    self._deliver(self._told(events))
                     return client.error
                 events += scheduler.expire(self._clock())
                 self._fill_pipeline(client, scheduler)
                 if events:
                     # After sending: the worker's next step should not wait for our fan-out.
-                    self._observe(events)
-                    self._deliver(deltas_of(events))
+                    self._deliver(self._told(events))
         finally:
             checks.cancel()
             await asyncio.gather(checks, return_exceptions=True)
+
+    def _told(self, events: list[Event]) -> list[OutputDelta]:
+        """What callers get to see of `events`, which are observed first."""
+        self._observe(events)
+        return deltas_of(events)
 
     def _fill_pipeline(self, client: WorkerClient, scheduler: Scheduler) -> None:
         while client.num_in_flight < wire.PIPELINE_DEPTH:

@@ -38,10 +38,7 @@ class FreeBlockQueue:
 
     def pop(self) -> int:
         """The block that has been free the longest."""
-        block = self._next[self._sentinel]
-        assert block != self._sentinel, "pop from an empty free queue"
-        self.remove(block)
-        return block
+        return self.pop_many(1)[0]
 
     def pop_many(self, count: int) -> list[int]:
         """The `count` blocks that have been free the longest, in order."""

@@ -16,6 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
+HUGGING_FACE = (
+    "hf",
+    ("transformers==5.24.*", "torch", "tokenizers"),
+    ("--extra-index-url", "https://download.pytorch.org/whl/cpu"),
+)
+"""For `enter`: the environment of both ways in which transformers itself serves a batch."""
 
 
 def enter(name: str, requirements: Sequence[str], pip_options: Sequence[str] = ()) -> None:

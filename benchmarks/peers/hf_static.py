@@ -15,11 +15,7 @@ from pathlib import Path
 
 import environment
 
-environment.enter(
-    "hf",
-    ["transformers==5.24.*", "torch", "tokenizers"],
-    ["--extra-index-url", "https://download.pytorch.org/whl/cpu"],
-)
+environment.enter(*environment.HUGGING_FACE)
 
 import drive  # noqa: E402 - the peer's environment comes first
 import torch  # noqa: E402
