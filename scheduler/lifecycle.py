@@ -122,7 +122,7 @@ class Lifecycle:
             priority_aging_seconds=self._config.priority_aging_seconds,
         )
         if resume is not None:
-            group.go_on_from(resume, now)
+            group.go_on_from(resume)
         if request.timeout_seconds is not None:
             heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
         group.found_tokens = found_tokens
@@ -212,7 +212,7 @@ class Lifecycle:
     def advance_beams(self, group: SequenceGroup, now: float) -> None:
         """Every beam has its candidates: fork those that go on more than once, drop those that do not, or end.
 
-        The worker hears of it with the next plan (`place_beam`). A group that has been parked meanwhile goes on as
+        The worker hears of it with the next plan (`place_beams`). A group that has been parked meanwhile goes on as
         well: what it holds in host blocks is shared like what it holds in device blocks.
         """
         assert group.beams is not None

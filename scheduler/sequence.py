@@ -193,11 +193,10 @@ class SequenceGroup:
         assert (self.state, state) in _TRANSITIONS, f"{self.state} -> {state}"
         self.state = state
 
-    def go_on_from(self, resume: Resume, now: float) -> None:
+    def go_on_from(self, resume: Resume) -> None:
         """A new group takes the place of one that was lost elsewhere: its outputs are outputs here too, so that
         positions, penalties and limits count on. The caller has checked it (`check_resume`)."""
         so_far = resume.metrics
-        self.arrived_at = now - so_far.total_seconds
         if not resume.branches:
             return
         self.admitted_at = self.arrived_at + so_far.queue_seconds
