@@ -44,11 +44,6 @@ class Delivered:
         """Tokens, of all branches together."""
         return sum(map(len, self._outputs))
 
-    @property
-    def age_began(self) -> float:
-        """When the request was first accepted, by the clock of `now`."""
-        return self._began
-
     def has_ended(self, branch: int) -> bool:
         return branch in self._ended
 

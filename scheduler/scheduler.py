@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.protos.errors import IntegrityError, InvalidRequestError
+from octavo.protos.errors import DeadlineExceededError, IntegrityError, InvalidRequestError
 from octavo.protos.types import (
     MASKED_TOKEN,
     CachedPrefix,
@@ -128,7 +128,8 @@ class Scheduler:
                 f"the request did not finish within its timeout of {group.request.timeout_seconds:g} s "
                 f"(state {group.state.value}, {sum(seq.num_output_tokens for seq in group.live)} tokens made)"
             )
-            events += self._end(list(group.live), FinishReason.ERROR, now, message, "DeadlineExceededError")
+            name = DeadlineExceededError.__name__
+            events += self._end(list(group.live), FinishReason.ERROR, now, message, name)
         return events
 
     def _end(
@@ -295,19 +296,9 @@ class Scheduler:
         return group.request, np.frombuffer(seq.token_ids.tobytes(), np.int32)
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Prefill tokens that stand before a request arriving now: of the latest plan's started prefills, and of all
-        who wait or are swapped. O(1)."""
-        return self._planner.prefill_left + self._life.waiting.num_tokens + self._life.swapped.num_tokens
-
-    @property
     def num_running_seqs(self) -> int:
         """Branches with a row."""
         return self._life.num_rows
-
-    @property
-    def num_waiting_seqs(self) -> int:
-        return self._life.waiting.num_branches + self._life.swapped.num_branches
 
     def report_load(self, row: Loads | None) -> None:
         """Keep `row` ([len(Load)], None: nothing) up to date from now on."""
