@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octavo.cluster.forking import TokensSoFar
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
@@ -74,6 +75,13 @@ class Backend(Protocol):
         """Where one branch of an unfinished request stands, whoever submitted it.
 
         Raises as `forking.parent_of`.
+        """
+        ...
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Make ready what an output must match, wherever it may run, so that no step waits for it.
+
+        Raises `InvalidRequestError` saying what is wrong with it.
         """
         ...
 

@@ -31,6 +31,7 @@ from octavo.protos.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
@@ -365,6 +366,20 @@ class CoordinatorCore:
         if entry.link is None:
             raise UnavailableError(f"request {request_id!r} waits for a worker; try again in a few seconds")
         return entry.link.tokens(request_id, branch)
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Make ready what outputs must match on every worker: whichever gets the request, or takes it over, has it.
+
+        Raises `InvalidRequestError` saying what is wrong with it, and `UnavailableError` when no worker answers.
+        """
+        links = [slot.link for slot in self._slots.values() if slot.link is not None and slot.serving]
+        told = await asyncio.gather(*(link.compile_grammar(wanted) for link in links), return_exceptions=True)
+        for error in told:
+            if isinstance(error, InvalidRequestError):
+                raise error
+        if not any(error is None for error in told):
+            detail = next((str(error) for error in told if error is not None), "no worker is ready")
+            raise UnavailableError(f"{detail}; try again in a few seconds")
 
     def timeline(self, request_id: str) -> dict[str, Any]:
         """See `Timelines.describe`."""

@@ -11,12 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import parent_of
 from octavo.cluster.timeline import Timelines
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import FinishReason, Int32Array, OutputDelta, Request, StepPlan, StepResult
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
@@ -36,6 +38,8 @@ class StepExecutor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def check_integrity(self) -> None: ...
+
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]: ...
 
 
 class EngineLoop:
@@ -70,6 +74,10 @@ class EngineLoop:
             self._timelines.observe(self._scheduler.add(request, self._clock()))
             self._sinks[request.request_id] = sink
             self._work.notify()
+
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]:
+        """Make ready what an output must match, beside the steps. The future raises what is wrong with it."""
+        return self._executor.compile_grammar(wanted)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request; its sink gets the last delta. Ids that have ended are ignored."""

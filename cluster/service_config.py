@@ -57,6 +57,8 @@ class ServiceConfig:
     prefix_cache: bool = True
     host_tier: bool = True
     itl_target: float | None = None
+    guided_backend: str = "xgrammar"
+    """What compiles structured output: "xgrammar" or "llguidance"."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class ServiceConfig:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                guided_backend=self.guided_backend,
                 num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
             )
             for number in range(count or self.num_workers)

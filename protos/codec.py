@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from octavo.protos import common_pb2, coordinator_pb2, worker_pb2
 from octavo.protos.errors import OctavoError, OverloadedError, ProtocolError, revive
+from octavo.protos.structured_output import OutputKind, StructuredOutput
 from octavo.protos.types import (
     BranchSoFar,
     CachedPrefix,
@@ -52,6 +53,15 @@ _EARLY_STOPPING: dict[bool | str, common_pb2.EarlyStopping] = {
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 _EARLY_STOPPING_FROM_WIRE = {wire: value for value, wire in _EARLY_STOPPING.items()}
+
+_OUTPUT_KIND = {
+    OutputKind.JSON_SCHEMA: common_pb2.OUTPUT_KIND_JSON_SCHEMA,
+    OutputKind.JSON_OBJECT: common_pb2.OUTPUT_KIND_JSON_OBJECT,
+    OutputKind.REGEX: common_pb2.OUTPUT_KIND_REGEX,
+    OutputKind.CHOICE: common_pb2.OUTPUT_KIND_CHOICE,
+    OutputKind.GRAMMAR: common_pb2.OUTPUT_KIND_GRAMMAR,
+}
+_OUTPUT_KIND_FROM_WIRE = {wire: kind for kind, wire in _OUTPUT_KIND.items()}
 
 
 # Arrays
@@ -105,6 +115,17 @@ def decode_error(message: common_pb2.ErrorDetail) -> OctavoError:
 # Requests
 
 
+def encode_structured_output(wanted: StructuredOutput) -> common_pb2.StructuredOutput:
+    return common_pb2.StructuredOutput(kind=_OUTPUT_KIND[wanted.kind], text=wanted.text)
+
+
+def decode_structured_output(message: common_pb2.StructuredOutput) -> StructuredOutput:
+    kind = _OUTPUT_KIND_FROM_WIRE.get(message.kind)
+    if kind is None:
+        raise ProtocolError(f"structured output of an unknown kind {message.kind}")
+    return StructuredOutput(kind, message.text)
+
+
 def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(
         n=params.n,
@@ -129,6 +150,9 @@ def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
         beam_width=params.beam_width,
         length_penalty=params.length_penalty,
         early_stopping=_EARLY_STOPPING[params.early_stopping],
+        structured_output=encode_structured_output(params.structured_output)
+        if params.structured_output is not None
+        else None,
     )
 
 
@@ -156,6 +180,9 @@ def decode_params(message: common_pb2.SamplingParams) -> SamplingParams:
         beam_width=message.beam_width if message.HasField("beam_width") else None,
         length_penalty=message.length_penalty,
         early_stopping=_EARLY_STOPPING_FROM_WIRE.get(message.early_stopping, False),
+        structured_output=decode_structured_output(message.structured_output)
+        if message.HasField("structured_output")
+        else None,
     )
 
 

@@ -23,6 +23,18 @@ HEALTH_STATUS_DEGRADED: HealthStatus
 HEALTH_STATUS_DRAINING: HealthStatus
 HEALTH_STATUS_DEAD: HealthStatus
 
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("structured_output",)
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    structured_output: _common_pb2.StructuredOutput
+    def __init__(self, structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.ErrorDetail
+    def __init__(self, error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submit", "abort", "resume")
     HELLO_FIELD_NUMBER: _ClassVar[int]

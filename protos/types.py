@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.protos.errors import InvalidRequestError
+from octavo.protos.structured_output import StructuredOutput
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -104,6 +105,8 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest, of the raw distribution."""
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
+    """What the output must match; the end-of-sequence token comes when it does and may not go on."""
     beam_width: int | None = None
     """Beam search over so many hypotheses, of which the best `n` are returned; None: sampling or greedy."""
     length_penalty: float = 1.0
@@ -152,11 +155,27 @@ class SamplingParams:
             )
         if self.best_of is not None:
             put("best_of", _integer("best_of", self.best_of, self.n, MAX_N))
+        if self.structured_output is not None:
+            self._check_structured_output()
         if self.beam_width is not None:
             self._check_beams()
         elif self.length_penalty != 1.0 or self.early_stopping is not False:
             name = "length_penalty" if self.length_penalty != 1.0 else "early_stopping"
             raise InvalidRequestError(f"{name} means something only with beam_width", param=name)
+
+    def _check_structured_output(self) -> None:
+        """An output that is complete can only end, so nothing may forbid its end."""
+        if not isinstance(self.structured_output, StructuredOutput):
+            raise InvalidRequestError(
+                f"structured_output must be a StructuredOutput, got {self.structured_output!r:.80}",
+                param="structured_output",
+            )
+        for name, neutral in (("ignore_eos", False), ("min_tokens", 0)):
+            if getattr(self, name) != neutral:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with structured output, which ends when it is complete",
+                    param=name,
+                )
 
     def _check_beams(self) -> None:
         """Beam search ranks by the model's own log-probabilities: nothing may bend them, no text can end one."""
@@ -177,6 +196,7 @@ class SamplingParams:
             "repetition_penalty": (1.0,),
             "logit_bias": ({},),
             "stop": ((),),
+            "structured_output": (None,),
         }
         for name, values in neutral.items():
             if getattr(self, name) not in values:

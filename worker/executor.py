@@ -9,14 +9,17 @@ order is all that this takes. Who may send plans, and over what, is the servicer
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from octavo.protos.errors import UnavailableError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import MASKED_TOKEN, CachedPrefix, StepPlan, StepResult, TokenLogprobs, WorkerInfo
 from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.grammars import Grammars
 from octavo.worker.input_batch import FlatInputs, InputBatch, PreparedStep
 from octavo.worker.kv_pool import KVPool
 from octavo.worker.sampler import Sampler, Samples
@@ -43,8 +46,11 @@ class Executor:
         input_batch: InputBatch,
         sampler: Sampler,
         info: WorkerInfo,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: those of `input_batch`."""
         self.info = info
+        self._grammars = grammars
         self._runner = runner
         self._kv_pool = kv_pool
         self._swap_space = swap_space
@@ -76,6 +82,12 @@ class Executor:
             self._broken = f"step {plan.step_id}: {type(error).__name__}: {error}"
             raise
 
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]:
+        """Make `wanted` ready beside the steps; may be called from any thread. The future raises what is wrong with
+        it, an `OctavoError`."""
+        assert self._grammars is not None
+        return self._grammars.compile(wanted)
+
     def cached_prefixes(self) -> list[CachedPrefix]:
         """What the rows have in blocks: to be told, before `reset`, to whoever plans next."""
         return self._input_batch.cached_prefixes()
@@ -99,6 +111,8 @@ class Executor:
         swap_seconds = time.perf_counter() - prepared if swaps else 0.0
         self._kv_pool.copy_blocks(plan.block_copies)
         logits = None if inputs is None else self._runner.forward(inputs)
+        # A device that works by itself computes the logits meanwhile.
+        masks = self._input_batch.masks(step)
         if self._kv_pool.kv.is_cuda:
             # Sampling would wait here anyhow; this way the seconds are booked where they were spent. For this stream
             # alone: blocks that are still on their way to the host hold nothing up.
@@ -107,7 +121,7 @@ class Executor:
         samples = None
         if step.sampling is not None:
             assert logits is not None
-            samples = self._sampler.sample(logits, step.sampling)
+            samples = self._sampler.sample(logits, step.sampling, masks)
             failed = np.zeros(len(samples.token_ids), np.bool_)
             failed[list(samples.errors)] = True
             self._input_batch.finish(step, samples.token_ids, failed)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from octavo.protos.errors import IntegrityError, PlanRejectedError
 from octavo.protos.types import CachedPrefix, Int32Array, NewSequence, Request, StepPlan, finish_reason
 from octavo.worker.block_ledger import BlockLedger
+from octavo.worker.grammars import GrammarRow, Grammars, TokenMasks
 from octavo.worker.logit_rules import LogitEdits, LogitRules
 from octavo.worker.plan_checks import (
     BatchLimits,
@@ -81,8 +82,10 @@ class InputBatch:
     the parameters take about 100 bytes a row, penalties 16 bytes a distinct token of the rows that ask for them.
     """
 
-    def __init__(self, limits: BatchLimits, *, num_blocks: int) -> None:
+    def __init__(self, limits: BatchLimits, *, num_blocks: int, grammars: Grammars | None = None) -> None:
+        """`grammars`: of the model; None where no request is held to any."""
         self.limits = limits
+        self._grammars = grammars
         rows = limits.max_num_seqs
         self.ledger = BlockLedger(
             max_num_seqs=rows,
@@ -96,6 +99,7 @@ class InputBatch:
         self._tokens: Int32Array = np.empty((rows, limits.max_model_len), np.int32)
         self._requests: list[Request | None] = [None] * rows
         self._rules: dict[int, LogitRules] = {}
+        self._grammar_rows: dict[int, GrammarRow] = {}
         self._prompt_lens: Int32Array = np.zeros(rows, np.int32)
         self._max_tokens: Int32Array = np.zeros(rows, np.int32)
         self._branches: Int32Array = np.zeros(rows, np.int32)
@@ -107,6 +111,7 @@ class InputBatch:
         self._num_logprobs: Int32Array = np.zeros(rows, np.int32)
         self._greedy = np.zeros(rows, np.bool_)
         self._has_rules = np.zeros(rows, np.bool_)
+        self._has_grammar = np.zeros(rows, np.bool_)
         self._stop_ids: Int32Array = np.full((rows, 4), _NO_TOKEN, np.int32)
 
     @property
@@ -138,6 +143,7 @@ class InputBatch:
         self.ledger.reset()
         self._requests = [None] * self.limits.max_num_seqs
         self._rules.clear()
+        self._grammar_rows.clear()
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
         """Check `plan`, book it and make the step's inputs; `finish` takes the samples.
@@ -168,6 +174,7 @@ class InputBatch:
         for row in plan.released_rows.tolist():
             self._requests[row] = None
             self._rules.pop(row, None)
+            self._grammar_rows.pop(row, None)
         for new in plan.new_sequences:
             self._admit(new)
         self._move_beams(plan.beam_moves)
@@ -179,6 +186,15 @@ class InputBatch:
         sample_rows = plan.sample_rows[samples]
         sampling = self._sampling(sample_rows, logit_indices) if len(samples) else None
         return PreparedStep(inputs, sampling, samples, sample_rows)
+
+    def masks(self, step: PreparedStep) -> TokenMasks | None:
+        """What the grammars of the step's samples allow; None where there are none. Needs the samples of the step
+        before, but no logits: call it while the device computes these."""
+        held = np.flatnonzero(self._has_grammar[step.sample_rows])
+        if not len(held):
+            return None
+        rows = {k: self._grammar_rows[int(step.sample_rows[k])] for k in held.tolist()}
+        return TokenMasks.collect(rows, self.limits.vocab_size)
 
     def finish(self, step: PreparedStep, token_ids: Int32Array, failed: npt.NDArray[np.bool_]) -> None:
         """Append the step's samples. Both arrays are [K'], aligned with `step.samples`.
@@ -194,6 +210,8 @@ class InputBatch:
         progress.lengths[rows] += 1
         for index in np.flatnonzero(self._has_rules[rows]).tolist():
             self._rules[int(rows[index])].add(int(tokens[index]))
+        for index in np.flatnonzero(self._has_grammar[rows]).tolist():
+            self._grammar_rows[int(rows[index])].add(int(tokens[index]))
         num_outputs = progress.lengths[rows] - self._prompt_lens[rows]
         # The arrays only pick whom to ask; the rule itself is written once, in `finish_reason`.
         may_end = (num_outputs >= self._max_tokens[rows]) | (self._stop_ids[rows] == tokens[:, None]).any(
@@ -231,6 +249,8 @@ class InputBatch:
         with_rules = set(np.flatnonzero(self._has_rules & progress.in_use).tolist())
         if with_rules != set(self._rules):
             raise IntegrityError("rows with rules and rules on record differ")
+        if set(np.flatnonzero(self._has_grammar & progress.in_use).tolist()) != set(self._grammar_rows):
+            raise IntegrityError("rows with grammars and grammars on record differ")
 
     # --- one plan ------------------------------------------------------------------------------------------
 
@@ -261,6 +281,12 @@ class InputBatch:
         self._has_rules[row] = rules is not None
         if rules is not None:
             self._rules[row] = rules
+        self._has_grammar[row] = params.structured_output is not None
+        if params.structured_output is not None:
+            assert self._grammars is not None, "a worker without grammars got a request that needs one"
+            self._grammar_rows[row] = self._grammars.start(
+                params.structured_output, new.token_ids[request.num_prompt_tokens :].tolist()
+            )
         stops = sorted(request.stop_ids)
         if len(stops) > self._stop_ids.shape[1]:
             wider = np.full((len(self._stop_ids), len(stops)), _NO_TOKEN, np.int32)
@@ -285,6 +311,8 @@ class InputBatch:
         self._tokens[child, :length] = self._tokens[parent, :length]
         if parent in self._rules:
             self._rules[child] = self._rules[parent].fork()
+        if parent in self._grammar_rows:
+            self._grammar_rows[child] = self._grammar_rows[parent].fork()
         self.ledger.fork(parent, child)
 
     def _move_beams(self, moves: Int32Array) -> None:
@@ -310,6 +338,7 @@ class InputBatch:
             self._num_logprobs,
             self._greedy,
             self._has_rules,
+            self._has_grammar,
             self._stop_ids,
         ):
             array[child] = array[parent]
@@ -364,6 +393,6 @@ class InputBatch:
             branches=self._branches[rows],
             positions=num_outputs,
             num_logprobs=self._num_logprobs[rows],
-            edited=edited,
+            edited=edited | self._has_grammar[rows],
             edits=edits,
         )

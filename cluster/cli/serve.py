@@ -90,6 +90,9 @@ def serve(
         typer.Option(help="Most tokens of prompt and answer together. Default: the model's limit."),
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of free device memory to use.")] = 0.90,
+    guided_backend: Annotated[
+        str, typer.Option(help="What compiles structured output: xgrammar or llguidance.")
+    ] = "xgrammar",
     grace_seconds: Annotated[
         float, typer.Option(min=0, help="On SIGTERM or Ctrl-C, let running answers finish for so long.")
     ] = 30.0,
@@ -125,6 +128,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        guided_backend=guided_backend,
     )
     service = Service(config)
     with _stop_signals() as stop:

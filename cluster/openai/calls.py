@@ -38,8 +38,9 @@ from octavo.cluster.openai.schemas import (
     parse_response,
 )
 from octavo.cluster.openai.sse import Renderer
+from octavo.cluster.openai.structured import named
 from octavo.cluster.tokenizer import Tokenizer
-from octavo.protos.errors import NotFoundError
+from octavo.protos.errors import InvalidRequestError, NotFoundError
 from octavo.protos.types import Request
 
 RESPONSES = "/v1/responses"
@@ -92,6 +93,11 @@ class Calls:
         """What `path` does with `body` for `tenant`. Raises `InvalidRequestError` naming the field, and
         `NotFoundError`."""
         prepared = await self._by_path[path](body)
+        if (wanted := prepared.call.params.structured_output) is not None:
+            try:
+                await self._backend.compile_grammar(wanted)
+            except InvalidRequestError as error:
+                raise named(error, prepared.call.output_param) from None
         return replace(prepared, requests=[replace(request, tenant=tenant) for request in prepared.requests])
 
     def generation(self, prepared: Prepared) -> Generation:
@@ -121,11 +127,19 @@ class Calls:
     async def _chat(self, body: Body) -> Prepared:
         call = parse_chat(body, self._config)
         name = self.served(call.model)
+        make_parser = None
+        if call.tools is not None:
+            make_parser = call.tools.parser(self._tokenizer, self._config.tool_call_parser)
+            markers = {self._tokenizer.token_to_id(marker) for marker in make_parser().markers}
+            if markers & self._tokenizer.special_ids:
+                call = replace(call, params=replace(call.params, skip_special_tokens=False))
         prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
         requests = build_requests(
             call, prompts, self._backend.model, self._config, prefix="chatcmpl", param="messages"
         )
-        return Prepared(call, requests, self._renderer(ChatShape(call), call, prompts, requests, name))
+        return Prepared(
+            call, requests, self._renderer(ChatShape(call, make_parser), call, prompts, requests, name)
+        )
 
     async def _completion(self, body: Body) -> Prepared:
         call = parse_completion(body, self._config)

@@ -95,6 +95,8 @@ class JsonRenderer:
             if not (first or update.text or update.finish_reason or logprobs or tells_ids):
                 continue  # a part of a character, or what may become a stop string: nothing to tell yet
             choices = self._shape.chunk(update, logprobs, first)
+            if not choices:
+                continue  # what may become the call of a tool, likewise
             _add_score(choices[-1], update)
             if self._call.return_token_ids:
                 self._add_ids(choices[-1], update, with_prompt=first)

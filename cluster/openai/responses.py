@@ -41,7 +41,7 @@ class ResponseRenderer:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": call.text_format},
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": 0,

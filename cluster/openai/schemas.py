@@ -15,6 +15,8 @@ from typing import Any
 from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import UnsupportedParameterError
+from octavo.cluster.openai.structured import Wanted, wanted_output, wanted_text
+from octavo.cluster.openai.tools import Tools, tools_of
 from octavo.protos.errors import InvalidRequestError
 from octavo.protos.types import MAX_LOGPROBS, MAX_N, SamplingParams
 
@@ -48,10 +50,6 @@ _SAMPLING_NAMES = (
 
 _UNSUPPORTED: dict[str, Collection[Any]] = {
     "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "regex": (),
@@ -59,8 +57,6 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
     "json_schema": (),
     "lora_path": (),
     "vllm_xargs": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
@@ -85,8 +81,6 @@ _UNSUPPORTED_FORK: dict[str, Collection[Any]] = {
 
 _UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
     **_UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
@@ -108,6 +102,12 @@ _UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
 
 _UNSUPPORTED_RESPONSES: dict[str, Collection[Any]] = {
     **_UNSUPPORTED,
+    "response_format": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
     "n": (1,),
     "best_of": (1,),
     "beam_width": (),
@@ -161,6 +161,8 @@ class Call:
     """Seconds."""
     return_token_ids: bool = False
     add_special_tokens: bool = True
+    output_param: str = ""
+    """The field that says what the output must match, where one does."""
     ignored: tuple[str, ...] = ()
     """Fields that nobody knows, for the reply's header."""
 
@@ -183,6 +185,9 @@ class ChatCall(Call):
     """A system message before all others."""
     messages_field: str = "messages"
     """What the caller named `messages`."""
+    tools: Tools | None = None
+    text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
+    """Of a response, as given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +203,7 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
     body.refuse(_UNSUPPORTED_COMPLETIONS)
-    params = _completion_params(body, config)
+    params, wanted = _completion_params(body, config)
     echo = body.flag("echo")
     if echo and "logprobs" in body:
         raise UnsupportedParameterError(
@@ -207,6 +212,7 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
     return CompletionCall(
         **_common(body, params, "max_tokens" in body),
         prompt=prompt,
+        output_param=wanted,
         echo=echo,
         add_special_tokens=_special(body, True),
     )
@@ -220,17 +226,24 @@ def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
     if "cache_salt" in body:
         raise UnsupportedParameterError("cache_salt", "cannot be chosen: a fork has its parent's")
     body.refuse(_UNSUPPORTED_FORK)
-    params = _completion_params(body, config)
+    params, wanted = _completion_params(body, config)
     branch = body.integer("branch", 0, 0, MAX_N - 1)
-    return ForkCall(**_common(body, params, "max_tokens" in body), request_id=request_id, branch=branch)
+    return ForkCall(
+        **_common(body, params, "max_tokens" in body),
+        output_param=wanted,
+        request_id=request_id,
+        branch=branch,
+    )
 
 
-def _completion_params(body: Body, config: HttpConfig) -> SamplingParams:
+def _completion_params(body: Body, config: HttpConfig) -> tuple[SamplingParams, str]:
+    """And the field that says what the output must match, or ""."""
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_output(body))
     sampling["max_tokens"] = body.any("max_tokens") if "max_tokens" in body else COMPLETIONS_MAX_TOKENS
     if "logprobs" in body:
         sampling["logprobs"] = body.any("logprobs")
-    return SamplingParams(**sampling)
+    return SamplingParams(**sampling), wanted
 
 
 def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
@@ -239,8 +252,16 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         raise InvalidRequestError("messages is missing", param="messages")
     messages = body.any("messages")
     body.refuse(_UNSUPPORTED_CHAT)
-    body.flag("parallel_tool_calls")
+    tools = tools_of(body)
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_output(body))
+    if tools is not None:
+        if wanted:
+            raise InvalidRequestError(
+                f"{wanted} cannot be combined with tools, whose calls it would forbid", param=wanted
+            )
+        if tools.must:
+            wanted = _wanted(sampling, Wanted(tools.structured_output(), "tools"))
     limit_name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     if "max_tokens" in body and body.any("max_tokens") != body.any(limit_name):
         raise InvalidRequestError(
@@ -257,13 +278,19 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
     params = _params(sampling, limit_name)
     add_generation_prompt = body.flag("add_generation_prompt", True)
+    special = _special(body, False)
+    common = _common(body, params, limit_name in body)
+    if tools is not None and tools.asks_strictness_in_vain:
+        common["ignored"] += ("tools.function.strict",)
     return ChatCall(
-        **_common(body, params, limit_name in body),
+        **common,
         messages=messages,
+        output_param=wanted,
+        tools=tools,
         logprobs=logprobs,
         add_generation_prompt=add_generation_prompt,
         template_kwargs=template_kwargs,
-        add_special_tokens=_special(body, False),
+        add_special_tokens=special,
     )
 
 
@@ -278,16 +305,19 @@ def parse_response(body: Body, config: HttpConfig) -> ChatCall:
     body.refuse(_UNSUPPORTED_RESPONSES)
     text = body.object("text")
     if text is not None:
-        text.refuse({"format": ({"type": "text"},), "verbosity": ("medium",)})
+        text.refuse({"verbosity": ("medium",)})
     body.flag("parallel_tool_calls")
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_text(text) if text is not None else None)
     sampling["max_tokens"] = body.any("max_output_tokens")
     params = _params(sampling, "max_output_tokens")
     instructions = body.text("instructions", chars_max=config.body_bytes_max)
     return ChatCall(
         **_common(body, params, "max_output_tokens" in body),
         messages=messages,
+        output_param=wanted,
         instructions=instructions,
+        text_format=(text.any("format") if text is not None else None) or {"type": "text"},
         messages_field="input",
         add_special_tokens=_special(body, False),
     )
@@ -304,6 +334,14 @@ def _input_messages(given: Any) -> Any:
                 f"input[{index}]", f"is of type {kind!r:.80}, and only messages are supported by this server"
             )
     return given
+
+
+def _wanted(sampling: dict[str, Any], wanted: Wanted | None) -> str:
+    """Put what the output must match among the sampling parameters; returns the field that said so, or ""."""
+    if wanted is None:
+        return ""
+    sampling["structured_output"] = wanted.output
+    return wanted.param
 
 
 def _special(body: Body, default: bool) -> bool:

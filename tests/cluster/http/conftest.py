@@ -18,6 +18,8 @@ from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.errors import OctavoError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import (
     FinishReason,
     ModelInfo,
@@ -53,6 +55,8 @@ class ScriptedBackend:
         """(request id, branch) of the calls of `stop_branch`."""
         self.running: dict[tuple[str, int], TokensSoFar] = {}
         """What `tokens` gives."""
+        self.compiled: list[StructuredOutput] = []
+        self.compile_error: OctavoError | None = None
         self.logprob: Callable[[int], float] = lambda branch: -0.5
         """Of every token of a branch."""
 
@@ -74,6 +78,11 @@ class ScriptedBackend:
         if (request_id, branch) not in self.running:
             raise not_running(request_id)
         return self.running[request_id, branch]
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        self.compiled.append(wanted)
+        if self.compile_error is not None:
+            raise self.compile_error
 
     async def timeline(self, request_id: str) -> dict[str, Any]:
         if request_id not in self.finished:
