@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.protos.errors import OctavoError, RequestFailedError, revive
-from octavo.protos.types import FinishReason, OutputDelta, RequestMetrics, TokenLogprobs
-from octavo.scheduler.events import Event, Finished, TokensOut
+from octavo.protos.types import FinishReason, OutputDelta, PromptLogprobs, RequestMetrics, TokenLogprobs
+from octavo.scheduler.events import Event, Finished, PromptLogprobsOut, TokensOut
 
 
 class _Branch:
     """Tokens and end of one branch within one batch of events."""
 
-    __slots__ = ("finished", "logprobs", "metrics", "offset", "token_ids")
+    __slots__ = ("finished", "logprobs", "metrics", "offset", "prompt", "token_ids")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -24,6 +24,7 @@ class _Branch:
         self.logprobs: list[TokenLogprobs | None] = []
         self.finished: Finished | None = None
         self.metrics: RequestMetrics | None = None
+        self.prompt: PromptLogprobs | None = None
 
 
 def deltas_of(events: Iterable[Event], error: OctavoError | None = None) -> list[OutputDelta]:
@@ -42,6 +43,14 @@ def deltas_of(events: Iterable[Event], error: OctavoError | None = None) -> list
             branch.metrics = branch.metrics or event.metrics
             # Steps in which no row asked for log-probabilities carry none at all.
             branch.logprobs += event.logprobs or (None,) * len(event.token_ids)
+        elif isinstance(event, PromptLogprobsOut):
+            key = (event.request_id, 0)
+            branch = branches.setdefault(key, _Branch(0))
+            found = event.logprobs
+            before = branch.prompt
+            branch.prompt = (
+                found if before is None else PromptLogprobs(before.start, before.entries + found.entries)
+            )
         elif isinstance(event, Finished):
             key = (event.request_id, event.branch)
             branch = branches.get(key)
@@ -64,6 +73,7 @@ def _delta(request_id: str, branch: int, found: _Branch, error: OctavoError | No
         branch=branch,
         offset=found.offset,
         token_ids=tuple(found.token_ids),
+        prompt_logprobs=found.prompt,
         logprobs=() if all(entry is None for entry in found.logprobs) else tuple(found.logprobs),
         finish_reason=end.reason if end else None,
         request_finished=end is not None and end.request_finished,

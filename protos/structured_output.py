@@ -84,6 +84,15 @@ class StructuredOutput:
         """A context-free grammar in GBNF (`root ::= ...`)."""
         return cls(OutputKind.GRAMMAR, _text("a grammar", text))
 
+    @property
+    def value(self) -> Any:
+        """What it was made of, as JSON has it: true for any JSON object."""
+        if self.kind is OutputKind.JSON_OBJECT:
+            return True
+        return (
+            json.loads(self.text) if self.kind in (OutputKind.JSON_SCHEMA, OutputKind.CHOICE) else self.text
+        )
+
 
 def _text(what: str, value: Any) -> str:
     if not isinstance(value, str) or not value:

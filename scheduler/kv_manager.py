@@ -82,7 +82,7 @@ class KVManager:
 
     def find_prefix(self, group: SequenceGroup, tokens: bytes) -> PrefixHit:
         """The longest known prefix of `tokens` (int32), one token short of all: that one gives the logits."""
-        if not self.caches(group.request):
+        if not (self.prefix_cache and group.request.reads_prefix_cache):
             return PrefixHit([])
         return self.find(group.root_key, tokens)
 

@@ -28,6 +28,7 @@ from octavo.protos.types import (
     CachedPrefix,
     FinishReason,
     Int32Array,
+    PromptLogprobs,
     Request,
     Resume,
     StepPlan,
@@ -37,7 +38,7 @@ from octavo.protos.types import (
 )
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Event, TokensOut
+from octavo.scheduler.events import Event, PromptLogprobsOut, TokensOut
 from octavo.scheduler.kv_manager import KVManager
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.load import Load, Loads
@@ -191,6 +192,8 @@ class Scheduler:
         errors = dict(result.row_errors)
         logprobs = result.logprobs
         beams_done: list[SequenceGroup] = []
+        for row_index, found in result.prompt_logprobs:
+            self._take_prompt_logprobs(record, row_index, found, now)
         for index, (seq, token) in enumerate(zip(record.samples, result.token_ids.tolist(), strict=True)):
             seq.num_pending -= 1
             if seq.finish_reason is not None:
@@ -241,6 +244,19 @@ class Scheduler:
         self._tell_load()
         return self._life.take_events()
 
+    def _take_prompt_logprobs(
+        self, record: PlanRecord, row_index: int, found: PromptLogprobs, now: float
+    ) -> None:
+        group = record.prompts.get(row_index)
+        if group is None:
+            raise IntegrityError(f"log-probabilities of the prompt of row {row_index}, which asked for none")
+        entries = found.after(group.num_prompt_logprobs)
+        if entries and group.live:
+            start = group.num_prompt_logprobs + 1
+            group.num_prompt_logprobs += len(entries)
+            told = PromptLogprobs(start, entries)
+            self._life.events.append(PromptLogprobsOut(group.request.request_id, now, told))
+
     # --- what the drivers and the router may ask -----------------------------------------------------------
 
     @property
@@ -271,7 +287,7 @@ class Scheduler:
             self.kv.find_in(source, source.num_computed_tokens, tokens)
             for source in self._life.fork_sources(request)
         ]
-        if self.kv.caches(request):
+        if self.config.prefix_cache and request.reads_prefix_cache:
             found.append(self.kv.find((request.cache_salt, request.adapter), tokens))
         return max((hit.num_tokens for hit in found), default=0)
 

@@ -8,6 +8,7 @@ order is all that this takes. Who may send plans, and over what, is the servicer
 
 from __future__ import annotations
 
+import itertools
 import time
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -17,7 +18,15 @@ import torch
 
 from octavo.protos.errors import UnavailableError
 from octavo.protos.structured_output import StructuredOutput
-from octavo.protos.types import MASKED_TOKEN, CachedPrefix, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from octavo.protos.types import (
+    MASKED_TOKEN,
+    CachedPrefix,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerInfo,
+)
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.grammars import Grammars
 from octavo.worker.input_batch import FlatInputs, InputBatch, PreparedStep
@@ -125,11 +134,16 @@ class Executor:
             failed = np.zeros(len(samples.token_ids), np.bool_)
             failed[list(samples.errors)] = True
             self._input_batch.finish(step, samples.token_ids, failed)
+        prompt_logprobs: list[TokenLogprobs] = []
+        if step.prompts is not None:
+            assert logits is not None
+            prompt_logprobs = self._sampler.prompt_logprobs(logits, step.prompts)
         ended = time.perf_counter()
         return _result(
             plan,
             step,
             samples,
+            prompt_logprobs,
             step_seconds=ended - started,
             parts_seconds={
                 "prepare": prepared - started,
@@ -159,6 +173,7 @@ def _result(
     plan: StepPlan,
     step: PreparedStep,
     samples: Samples | None,
+    prompt_logprobs: list[TokenLogprobs],
     *,
     step_seconds: float,
     parts_seconds: dict[str, float],
@@ -176,11 +191,16 @@ def _result(
             for place, entry in zip(places, samples.logprobs, strict=True):
                 spread[place] = entry
             logprobs = tuple(spread)
+    found = iter(prompt_logprobs)
     return StepResult(
         step_id=plan.step_id,
         epoch=plan.epoch,
         token_ids=token_ids,
         logprobs=logprobs,
+        prompt_logprobs=tuple(
+            (chunk.index, PromptLogprobs(chunk.first, tuple(itertools.islice(found, chunk.count))))
+            for chunk in (step.prompts.chunks if step.prompts is not None else ())
+        ),
         row_errors=row_errors,
         step_seconds=step_seconds,
         parts_seconds=parts_seconds,

@@ -29,6 +29,7 @@ from octavo.worker.plan_checks import (
     check_rows,
     check_swaps,
 )
+from octavo.worker.prompt_rows import PromptChunk, PromptRows, find_prompt_chunks
 from octavo.worker.random import seed_bits
 from octavo.worker.sampler import SamplingBatch
 
@@ -73,6 +74,8 @@ class PreparedStep:
     `sampling`."""
     sample_rows: Int32Array
     """[K'] their rows."""
+    prompts: PromptRows | None = None
+    """None: nobody asks."""
 
 
 class InputBatch:
@@ -109,6 +112,7 @@ class InputBatch:
         self._top_ps = np.zeros(rows, np.float64)
         self._min_ps = np.zeros(rows, np.float64)
         self._num_logprobs: Int32Array = np.zeros(rows, np.int32)
+        self._num_prompt_logprobs: Int32Array = np.full(rows, -1, np.int32)
         self._greedy = np.zeros(rows, np.bool_)
         self._has_rules = np.zeros(rows, np.bool_)
         self._has_grammar = np.zeros(rows, np.bool_)
@@ -179,13 +183,19 @@ class InputBatch:
             self._admit(new)
         self._move_beams(plan.beam_moves)
         samples = np.flatnonzero(~after.ended[plan.rows[plan.sample_indices]])
-        inputs, logit_indices = self._flatten(plan, places, samples)
+        prompts = find_prompt_chunks(plan, places.active, self._prompt_lens, self._num_prompt_logprobs)
+        inputs, logit_indices, prompt_indices = self._flatten(plan, places, samples, prompts)
         after.num_computed[plan.rows[places.active]] += plan.num_tokens[places.active]
         for parent, child, branch in plan.forks.tolist():
             self._fork(parent, child, branch)
         sample_rows = plan.sample_rows[samples]
         sampling = self._sampling(sample_rows, logit_indices) if len(samples) else None
-        return PreparedStep(inputs, sampling, samples, sample_rows)
+        looked_at = (
+            PromptRows.of(prompts, plan.rows, prompt_indices, self._tokens, self._num_prompt_logprobs)
+            if prompts
+            else None
+        )
+        return PreparedStep(inputs, sampling, samples, sample_rows, looked_at)
 
     def masks(self, step: PreparedStep) -> TokenMasks | None:
         """What the grammars of the step's samples allow; None where there are none. Needs the samples of the step
@@ -274,6 +284,7 @@ class InputBatch:
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p
         self._num_logprobs[row] = _num_logprobs(request)
+        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         # The likeliest token alone is all that top_k 1 leaves.
         self._greedy[row] = params.greedy or params.top_k == 1 or params.beam_width is not None
         # What ends no hypothesis yet is left out where the search ranks its candidates.
@@ -336,6 +347,7 @@ class InputBatch:
             self._top_ps,
             self._min_ps,
             self._num_logprobs,
+            self._num_prompt_logprobs,
             self._greedy,
             self._has_rules,
             self._has_grammar,
@@ -346,11 +358,17 @@ class InputBatch:
         self._requests[child] = self._requests[parent]
 
     def _flatten(
-        self, plan: StepPlan, places: TokenPlaces, samples: npt.NDArray[np.int64]
-    ) -> tuple[FlatInputs | None, npt.NDArray[np.int64]]:
-        """The flat batch, and for each of `samples` its row of the logits; a fork's branches share one."""
+        self,
+        plan: StepPlan,
+        places: TokenPlaces,
+        samples: npt.NDArray[np.int64],
+        prompts: list[PromptChunk],
+    ) -> tuple[FlatInputs | None, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The flat batch; for each of `samples` its row of the logits, where a fork's branches share one; and for each
+        token of `prompts` the row of the logits that foretells it."""
+        none = np.empty(0, np.int64)
         if not len(places.active):
-            return None, np.empty(0, np.int64)
+            return None, none, none
         block_size = self.limits.block_size
         rows, counts = plan.rows[places.active], plan.num_tokens[places.active]
         cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
@@ -359,7 +377,12 @@ class InputBatch:
         width = -(-int(context_lens.max()) // block_size)
         place = np.zeros(len(plan.rows), np.int64)
         place[places.active] = np.arange(len(rows))
-        sampled, logit_indices = np.unique(place[plan.sample_indices[samples]], return_inverse=True)
+        sampled = cu_seqlens_q[place[plan.sample_indices[samples]] + 1].astype(np.int64) - 1
+        foretelling = [
+            cu_seqlens_q[place[chunk.index]] + np.arange(chunk.count, dtype=np.int64) for chunk in prompts
+        ]
+        logit_rows, places_of = np.unique(np.concatenate([sampled, *foretelling]), return_inverse=True)
+        places_of = places_of.reshape(-1)
         inputs = FlatInputs(
             input_ids=self._tokens[places.rows, places.positions].astype(np.int64),
             positions=places.positions,
@@ -367,9 +390,9 @@ class InputBatch:
             block_tables=np.ascontiguousarray(self.ledger.tables[rows, :width]),
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
-            logit_rows=cu_seqlens_q[sampled + 1].astype(np.int64) - 1,
+            logit_rows=logit_rows,
         )
-        return inputs, logit_indices.reshape(-1)
+        return inputs, places_of[: len(sampled)], places_of[len(sampled) :]
 
     def _sampling(self, rows: Int32Array, logit_indices: npt.NDArray[np.int64]) -> SamplingBatch:
         num_outputs = self.progress.lengths[rows] - self._prompt_lens[rows]

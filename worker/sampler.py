@@ -21,6 +21,7 @@ import torch
 from octavo.protos.types import MASKED_TOKEN, Int32Array, TokenLogprobs
 from octavo.worker.grammars import TokenMasks
 from octavo.worker.logit_rules import Float64Array, Int64Array, LogitEdits
+from octavo.worker.prompt_rows import PromptRows
 from octavo.worker.random import uniforms
 
 NOT_FINITE = "the model gave logits that are not finite for this sequence"
@@ -102,6 +103,14 @@ class Sampler:
                     found[k] = entry
             logprobs = tuple(found)
         return Samples(tokens, logprobs, errors)
+
+    def prompt_logprobs(self, logits: torch.Tensor, prompts: PromptRows) -> list[TokenLogprobs]:
+        """Of the tokens of `prompts`, [R], by the raw distributions that foretell them."""
+        found: list[TokenLogprobs] = []
+        for part in self._parts(np.arange(len(prompts.token_ids)), logits):
+            rows = _take(logits, prompts.logit_indices[part])
+            found += token_logprobs(rows, prompts.token_ids[part], prompts.num_logprobs[part])
+        return found
 
     def _parts(self, samples: Int64Array, logits: torch.Tensor) -> list[Int64Array]:
         """`samples` in parts whose float64 logits fit the scratch size."""

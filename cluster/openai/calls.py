@@ -102,7 +102,14 @@ class Calls:
 
     def generation(self, prepared: Prepared) -> Generation:
         """The run of a prepared call."""
-        return Generation(self._backend, self._tokenizer, prepared.requests, self._metrics, prepared.context)
+        return Generation(
+            self._backend,
+            self._tokenizer,
+            prepared.requests,
+            self._metrics,
+            prepared.context,
+            without_output=prepared.call.without_output,
+        )
 
     async def answer_line(self, url: str, body: Mapping[str, Any], seed_key: str) -> tuple[str, bytes]:
         """Run a batch's line below everything that has a caller waiting; (request id, JSON of the reply).

@@ -25,6 +25,8 @@ class ChatShape:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    echoes = False
+    one_prompt = True
 
     def __init__(self, call: ChatCall, make_parser: Callable[[], ToolParser] | None = None) -> None:
         """`make_parser`: of the calls that one choice makes; None where no tools may be called."""

@@ -57,7 +57,7 @@ class ResponseRenderer:
             + self._part_event("response.content_part.added", part=_part(""))
         )
 
-    def updates(self, updates: Sequence[Update]) -> bytes:
+    def updates(self, updates: Sequence[Update], generation: Generation) -> bytes:
         delta = "".join(update.text for update in updates)
         self._take(updates)
         return self._part_event("response.output_text.delta", delta=delta, logprobs=[]) if delta else b""

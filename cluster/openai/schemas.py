@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.cluster.openai.body import Body
@@ -37,6 +37,7 @@ _SAMPLING_NAMES = (
     "top_p",
     "top_k",
     "min_p",
+    "prompt_logprobs",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -57,7 +58,6 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
     "json_schema": (),
     "lora_path": (),
     "vllm_xargs": (),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -116,6 +116,7 @@ _UNSUPPORTED_RESPONSES: dict[str, Collection[Any]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "return_token_ids": (False,),
+    "prompt_logprobs": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "max_tool_calls": (),
@@ -154,6 +155,8 @@ class Call:
     """The caller named a limit: if it cannot be kept the call is refused, not cut."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """The counts so far in every chunk, too."""
     cache_salt: str = ""
     use_prefix_cache: bool = True
     priority: int = 0
@@ -161,6 +164,10 @@ class Call:
     """Seconds."""
     return_token_ids: bool = False
     add_special_tokens: bool = True
+    without_output: bool = False
+    """Only the prompt is asked for: `max_tokens` 0. One token is made all the same, and not told."""
+    prompt_logprobs: int | None = None
+    """Asked for by this name; `params` has the most that any field asks for."""
     output_param: str = ""
     """The field that says what the output must match, where one does."""
     ignored: tuple[str, ...] = ()
@@ -203,16 +210,13 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
     body.refuse(_UNSUPPORTED_COMPLETIONS)
-    params, wanted = _completion_params(body, config)
     echo = body.flag("echo")
-    if echo and "logprobs" in body:
-        raise UnsupportedParameterError(
-            "logprobs", "of the prompt (with echo) is not supported by this server"
-        )
+    params, wanted = _completion_params(body, config, echo=echo)
     return CompletionCall(
         **_common(body, params, "max_tokens" in body),
         prompt=prompt,
         output_param=wanted,
+        without_output=echo and _is_zero(body.any("max_tokens")),
         echo=echo,
         add_special_tokens=_special(body, True),
     )
@@ -236,14 +240,24 @@ def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
     )
 
 
-def _completion_params(body: Body, config: HttpConfig) -> tuple[SamplingParams, str]:
+def _completion_params(body: Body, config: HttpConfig, *, echo: bool = False) -> tuple[SamplingParams, str]:
     """And the field that says what the output must match, or ""."""
     sampling = _sampling(body, config)
     wanted = _wanted(sampling, wanted_output(body))
     sampling["max_tokens"] = body.any("max_tokens") if "max_tokens" in body else COMPLETIONS_MAX_TOKENS
+    if _is_zero(sampling["max_tokens"]) and echo:
+        sampling["max_tokens"] = 1
     if "logprobs" in body:
         sampling["logprobs"] = body.any("logprobs")
-    return SamplingParams(**sampling), wanted
+    params = SamplingParams(**sampling)
+    if echo and params.logprobs is not None:
+        # The prompt is a part of the text then, and its tokens are told like all others.
+        params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    return params, wanted
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
 
 
 def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
@@ -392,27 +406,36 @@ def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> di
             f"best_of above n ({params.n}) cannot be streamed: which choices are the best is known at the end",
             param="best_of",
         )
-    include_usage = False
+    include_usage = continuous_usage = False
     options = body.object("stream_options")
     if options is not None:
         if not stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
         include_usage = options.flag("include_usage")
         options.flag("include_obfuscation")
-        if options.flag("continuous_usage_stats"):
-            raise UnsupportedParameterError("continuous_usage_stats")
+        continuous_usage = options.flag("continuous_usage_stats")
+        if continuous_usage and not include_usage:
+            raise InvalidRequestError(
+                "continuous_usage_stats needs include_usage", param="continuous_usage_stats"
+            )
     common: dict[str, Any] = {
         "model": body.text("model"),
         "params": params,
         "explicit_max_tokens": explicit_max_tokens,
         "stream": stream,
         "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
         "cache_salt": body.text("cache_salt", "") or "",
         "use_prefix_cache": body.flag("use_prefix_cache", True),
         "timeout": body.seconds("timeout", TIMEOUT_SECONDS_MAX),
         "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
         "return_token_ids": body.flag("return_token_ids"),
+        "prompt_logprobs": body.any("prompt_logprobs"),
     }
+    if stream and common["prompt_logprobs"] is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs are told with a whole reply only; leave stream out", param="prompt_logprobs"
+        )
     body.text("user")
     for name in (*_WITHOUT_EFFECT, "add_special_tokens"):
         body.any(name)

@@ -14,7 +14,10 @@ from octavo.cluster.openai.tool_parsers import (
     parser_of_template,
 )
 
-ARGUMENTS = '{"city": "São \\"P\\"\\u00e9", "n": 12345678901234567890, "x": 1.0e5, "deep": {"a": [1, {"b": "}"}]}, "n": 2}'
+ARGUMENTS = (
+    '{"city": "São \\"P\\"\\u00e9", "n": 12345678901234567890, "x": 1.0e5, '
+    '"deep": {"a": [1, {"b": "}"}]}, "n": 2}'
+)
 """Of all that reading and writing again would change."""
 
 Said = tuple[str, list[tuple[str, str]]]
