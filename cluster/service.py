@@ -176,6 +176,7 @@ class Service:
             worker_ids=tuple(config.worker_id for config in configs),
             scheduler_options=self.config.scheduler_options(),
             seed=self.config.seed,
+            router_policy=self.config.router_policy,
             token=self._token,
         )
         try:
