@@ -15,7 +15,7 @@ from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
-class HealthStatus(str, enum.Enum):
+class HealthStatus(enum.StrEnum):
     """What a backend can do now. Health means progress: a step heartbeat, not a process that answers."""
 
     LOADING = "loading"

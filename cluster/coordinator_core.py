@@ -402,8 +402,9 @@ class CoordinatorCore:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._requests.idle.wait(), grace_seconds)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._requests.idle.wait()
+        except TimeoutError:
             logger.warning("%d requests did not finish within %g s", len(self._requests), grace_seconds)
         left = len(self._requests)
         for entry in self._requests:

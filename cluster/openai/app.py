@@ -205,8 +205,9 @@ class _Routes:
 
     async def _health(self) -> HealthReport:
         try:
-            return await asyncio.wait_for(self._backend.health(), self._config.health_seconds_max)
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(self._config.health_seconds_max):
+                return await self._backend.health()
+        except TimeoutError:
             detail = f"the backend did not answer within {self._config.health_seconds_max:g} s"
         except Exception as error:
             logger.warning("the backend's health is unknown", exc_info=error)
@@ -217,7 +218,8 @@ class _Routes:
         """Prometheus text. A backend that does not answer leaves only this process's own numbers."""
         stats: dict[str, Any] | None = None
         try:
-            stats = await asyncio.wait_for(self._backend.stats(), self._config.health_seconds_max)
+            async with asyncio.timeout(self._config.health_seconds_max):
+                stats = await self._backend.stats()
         except Exception as error:
             logger.warning("the backend gave no stats: %s", type(error).__name__)
         return Response(self._metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
