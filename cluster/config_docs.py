@@ -41,6 +41,19 @@ a configuration needs of this machine.
 
 Other variables: `OCTAVO_CACHE` is the folder of converted models and of `jobs_dir`; `OCTAVO_URL` and `OCTAVO_API_KEY`
 are server and key of the commands that are clients.
+
+## Advice
+
+What is allowed and unwise is told with reason and remedy in the log of `octavo serve`, by `octavo status`, and in
+`advice` of `/health`, for as long as it holds:
+
+| code | when |
+|---|---|
+| `block_size` | `block_size` is neither 16 nor 32 |
+| `gpu_memory_utilization` | it is above 0.95 |
+| `prefix_cache` | it is off, and 16 prompts have begun with the same 64 tokens as an earlier one |
+| `itl_target` | a step of `max_num_batched_tokens` is predicted to take longer, so the budget is cut all the time |
+| `preemptions` | any request was preempted in the last minute |
 """
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
@@ -239,6 +240,10 @@ class ServiceConfig(BaseModel):
             "host_tier": self.host_tier,
             "itl_target": self.itl_target,
         }
+
+    def setup_advice(self) -> tuple[Advice, ...]:
+        """What is unwise about these options, though they are allowed."""
+        return setup_advice(block_size=self.block_size, gpu_memory_utilization=self.gpu_memory_utilization)
 
     def http_config(self) -> HttpConfig:
         names = () if self.served_model_name is None else (self.served_model_name,)
