@@ -37,8 +37,9 @@ async def find_coordinator(timeout_seconds: float = 5.0) -> str:
         return address
 
     try:
-        return await asyncio.wait_for(ask(), timeout_seconds)
-    except (ValueError, ray.exceptions.RayError, asyncio.TimeoutError, TimeoutError) as error:
+        async with asyncio.timeout(timeout_seconds):
+            return await ask()
+    except (ValueError, ray.exceptions.RayError, TimeoutError) as error:
         raise UnavailableError(f"the coordinator is not there: {type(error).__name__}") from error
 
 
