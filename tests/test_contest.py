@@ -20,7 +20,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
         spec.loader.exec_module(module)
