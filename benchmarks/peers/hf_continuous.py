@@ -6,7 +6,6 @@ python benchmarks/peers/hf_continuous.py --model-dir FOLDER --gsm8k FILE
 from __future__ import annotations
 
 import os
-import queue
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,10 @@ class HFContinuous:
         )
 
     def poll(self) -> Iterable[drive.Emission]:
-        try:
-            output = self._manager.get_result(timeout=POLL_SECONDS)
-        except queue.Empty:
-            return
+        output = self._manager.get_result(timeout=POLL_SECONDS)
         if output is None:
+            if not self._manager.is_running():
+                raise RuntimeError("the thread that generates has ended")
             return
         if output.error:
             raise RuntimeError(output.error)
