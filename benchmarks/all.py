@@ -32,7 +32,7 @@ LEFT_OUT = {
     "gpu.py": "needs a GPU, and runs alone",
     "router_traces.py": "needs recorded traces: --data FOLDER; a quarter of an hour",
 }
-OURS = "octavo,octavo int8"
+OURS = "octavo,octavo budget 256,octavo int8"
 
 
 def run(script: str, *arguments: str) -> bool:
