@@ -111,6 +111,7 @@ class _Routes:
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
             ("/detokenize", self.detokenize, "POST"),
+            ("/tokenizer_info", self.tokenizer_info, "GET"),
             ("/health", self.health, "GET", "HEAD"),
             ("/ready", self.ready, "GET", "HEAD"),
             ("/metrics", self.metrics, "GET"),
@@ -187,6 +188,10 @@ class _Routes:
         self._calls.served(body.text("model"))
         reply = await utility.detokenize(body, self._tokenizer, self._backend.model)
         return _json(reply, ignored=body.unknown())
+
+    async def tokenizer_info(self) -> Response:
+        """Special tokens and chat template."""
+        return _json(utility.tokenizer_info(self._tokenizer, self._backend.model))
 
     # ---- operation
 
