@@ -21,7 +21,7 @@ from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
-from octavo.cluster.openai import errors, utility
+from octavo.cluster.openai import errors, openapi, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
@@ -119,7 +119,14 @@ class _Routes:
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
-                app.add_api_route(path, handler, methods=[method], response_model=None)
+                app.add_api_route(
+                    path,
+                    handler,
+                    methods=[method],
+                    response_model=None,
+                    responses=openapi.ERRORS,
+                    openapi_extra=openapi.described(path, method),
+                )
 
     # ---- generation
 
