@@ -38,19 +38,21 @@ SECONDS_MAX = 600.0
 REPLICA, COORDINATOR, WORKER = "ray::ServeReplica", "ray::Coordinator", "ray::WorkerActor"
 
 
-def write_job(path: Path, num_lines: int, max_tokens: int = 8) -> Path:
-    """A file of requests: even lines greedy, odd ones sampled."""
+def write_job(path: Path, num_lines: int, max_tokens: int = 8, logprobs: int | None = 2) -> Path:
+    """A file of requests: even lines greedy, odd ones sampled, all with a seed.
+
+    logprobs: of the greedy ones, by which near ties are known.
+    """
     with path.open("w") as file:
         for number in range(num_lines):
-            sampled = (
-                {"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0, "logprobs": 2}
-            )
+            chosen = {"temperature": 0.9} if number % 2 else {"temperature": 0, "logprobs": logprobs}
             body = {
                 "prompt": f"Line {number} of a long file says",
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
                 "return_token_ids": True,
-                **sampled,
+                "seed": number,
+                **chosen,
             }
             line = {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": body}
             file.write(json.dumps(line) + "\n")
