@@ -21,7 +21,7 @@ from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
-from octavo.cluster.openai import errors, utility
+from octavo.cluster.openai import errors, openapi, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
@@ -111,6 +111,7 @@ class _Routes:
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
             ("/detokenize", self.detokenize, "POST"),
+            ("/tokenizer_info", self.tokenizer_info, "GET"),
             ("/health", self.health, "GET", "HEAD"),
             ("/ready", self.ready, "GET", "HEAD"),
             ("/metrics", self.metrics, "GET"),
@@ -118,7 +119,14 @@ class _Routes:
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
-                app.add_api_route(path, handler, methods=[method], response_model=None)
+                app.add_api_route(
+                    path,
+                    handler,
+                    methods=[method],
+                    response_model=None,
+                    responses=openapi.ERRORS,
+                    openapi_extra=openapi.described(path, method),
+                )
 
     # ---- generation
 
@@ -187,6 +195,10 @@ class _Routes:
         self._calls.served(body.text("model"))
         reply = await utility.detokenize(body, self._tokenizer, self._backend.model)
         return _json(reply, ignored=body.unknown())
+
+    async def tokenizer_info(self) -> Response:
+        """Special tokens and chat template."""
+        return _json(utility.tokenizer_info(self._tokenizer, self._backend.model))
 
     # ---- operation
 

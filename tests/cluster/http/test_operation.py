@@ -201,3 +201,10 @@ def test_tenants_are_told_apart_by_their_keys_place(
         response = api.send_complete({"authorization": f"Bearer {key}"})
         assert response.status_code == 200, response.text
     assert [request.tenant for request in backend.submitted] == ["key-1", "key-0", "key-1"]
+
+
+def test_the_tokenizer_is_described_for_harnesses(api: Api, tokenizer: Tokenizer) -> None:
+    told = api.get("/tokenizer_info").json()
+    assert (told["bos_token"], told["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert "add_generation_prompt" in told["chat_template"]
+    assert told["vocab_size"] == 49152
