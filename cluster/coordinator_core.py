@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.cluster import worker_slot
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.guards import Guards
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
@@ -34,6 +36,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -69,6 +72,8 @@ class CoordinatorConfig:
 
     recording: str | None = None
     """Append every call and decision to this file (`recording.py`)."""
+    setup_advice: tuple[Advice, ...] = ()
+    """What was found against the options before the start."""
     token: str | None = field(default=None, repr=False)
     """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
 
@@ -114,6 +119,9 @@ class CoordinatorCore:
             self._recorder = Recorder(Path(config.recording))
             self._recorder.start(config.seed, config.router_policy, config.scheduler_options)
             self._router = RecordedRouter(self._recorder, config.seed, policy=config.router_policy)
+        self._guards = Guards(
+            config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
+        )
         self._draining = False
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
@@ -157,7 +165,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
-            observe=lambda events: self._timelines.observe(events, worker_id),
+            observe=lambda events: self._observe(events, worker_id),
             token=self.config.token,
         )
         slot.link = link
@@ -175,6 +183,10 @@ class CoordinatorCore:
         self._on_lost(link, error)
         if link.stuck:
             self._on_stuck(worker_id)
+
+    def _observe(self, events: Sequence[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._guards.on_events(events, self._clock())
 
     def _make_scheduler(self, info: WorkerInfo, epoch: int) -> Scheduler:
         if self.model is None:
@@ -319,6 +331,7 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._timelines.observe(events, worker_id)
+        self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -443,7 +456,10 @@ class CoordinatorCore:
     def health(self) -> HealthReport:
         """Never waits for anything."""
         return worker_slot.report(
-            self._slots.values(), draining=self._draining, num_unfinished=len(self._requests)
+            self._slots.values(),
+            draining=self._draining,
+            num_unfinished=len(self._requests),
+            advice=self._guards.look(self._schedulers(), self._clock()),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -455,6 +471,7 @@ class CoordinatorCore:
             "requests": dict(self._requests.counts),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
+            "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
             "workers": workers,
         }
