@@ -97,7 +97,8 @@ class RecordedRouter(Router):
         now: float,
         resume: Resume | None = None,
     ) -> tuple[str, list[Event]]:
-        outcome, events = "", []
+        outcome = ""
+        events: list[Event] = []
         try:
             outcome, events = super().route(request, workers, now, resume)
             return outcome, events

@@ -65,6 +65,8 @@ class Replay:
     steps: list[MeasuredStep] = field(default_factory=list)
     schedulers: list[Scheduler] = field(default_factory=list)
     """Of the last coordinator, as they stood at the end."""
+    router_policy: str = ""
+    """Of the last coordinator."""
 
     @property
     def same(self) -> bool:
@@ -101,7 +103,7 @@ class _Player:
     def __init__(self, found: Replay, started: recording_pb2.Started) -> None:
         self._found = found
         found.num_coordinators += 1
-        found.schedulers = []
+        found.schedulers, found.router_policy = [], started.router_policy
         self._ids: list[str] = []
         self._options = json.loads(started.scheduler_options)
         self._router = Router(started.router_seed, policy=started.router_policy)

@@ -15,6 +15,7 @@ from octavo.cluster.cli.console import JsonOption, print_json
 from octavo.cluster.cli.generate import generate
 from octavo.cluster.cli.lab import lab
 from octavo.cluster.cli.plan import plan
+from octavo.cluster.cli.replay import replay
 from octavo.cluster.cli.scale import scale
 from octavo.cluster.cli.serve import serve
 from octavo.cluster.cli.simulate import simulate
@@ -65,7 +66,7 @@ def _options(
     pass
 
 
-for command in (serve, scale, batch, generate, chat, simulate, plan, lab, version):
+for command in (serve, scale, batch, generate, chat, simulate, replay, plan, lab, version):
     app.command()(command)
 
 

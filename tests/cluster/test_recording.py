@@ -22,8 +22,8 @@ HOST = {"num_host_blocks": 64, "kv_bytes_per_block": 1024, "host_link_bytes_per_
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory):
-    """Two workers short of blocks; requests that are aborted, time out, or end at a stop token; one worker lost and back,
-    then the coordinator."""
+    """Two workers short of blocks; requests that are aborted, time out, or end at a stop token; one worker lost and
+    back, then the coordinator."""
     path = tmp_path_factory.mktemp("recording") / "run.rec"
 
     async def test():
