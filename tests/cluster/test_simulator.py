@@ -10,8 +10,9 @@ import random
 import numpy as np
 import pytest
 
+from octavo.cluster.simulator.calibration import read_calibration
 from octavo.cluster.simulator.fleet import FleetConfig, Simulation
-from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, read_calibration, roofline
+from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, roofline
 from octavo.cluster.simulator.traces import Trace, TraceRequest, read_trace
 from octavo.protos.errors import ConfigError, InvalidRequestError
 from octavo.scheduler.router import ROUTER_POLICIES
@@ -217,7 +218,7 @@ def test_presets_say_that_they_are_computed_and_hold_what_the_memory_allows():
 def test_a_calibration_file_is_a_device(tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(dataclasses.asdict(DEVICE)))
-    assert read_calibration(path) == DEVICE
+    assert read_calibration(str(path)) == DEVICE
     path.write_text("{}")
     with pytest.raises(ConfigError):
-        read_calibration(path)
+        read_calibration(str(path))
