@@ -19,6 +19,7 @@ from octavo.cluster import worker_slot
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.timeline import Timelines
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
@@ -32,6 +33,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -105,6 +107,7 @@ class CoordinatorCore:
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
+        self._router_meter = RouterMeter()
         self._draining = False
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
@@ -235,7 +238,7 @@ class CoordinatorCore:
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
-            self._timelines.observe(events, worker_id)
+            self._on_routed(events, worker_id)
             self._put(entry, worker_id)
         self._waiting.clear()
 
@@ -251,6 +254,10 @@ class CoordinatorCore:
             for slot in self._slots.values()
             if slot.link is not None and slot.serving and not slot.retiring
         }
+
+    def _on_routed(self, events: list[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._router_meter.observe(events)
 
     def _put(self, entry: OpenRequest, worker_id: str) -> None:
         """Its scheduler has it; now it is known to run there."""
@@ -306,7 +313,7 @@ class CoordinatorCore:
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
-        self._timelines.observe(events, worker_id)
+        self._on_routed(events, worker_id)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -439,8 +446,12 @@ class CoordinatorCore:
         return {
             **total(workers.values(), lost),
             "requests": dict(self._requests.counts),
+            "request_errors": dict(self._requests.errors),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
             "without_worker": sum(entry.link is None for entry in self._requests),
+            "router": {**self._router_meter.snapshot(), "index_bytes": self._router.index_bytes},
+            "worker_statuses": worker_slot.count_by_status(self._slots.values()),
+            "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }
