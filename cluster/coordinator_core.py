@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cluster import worker_slot
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.guards import Guards
 from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.timeline import Timelines
@@ -67,6 +69,8 @@ class CoordinatorConfig:
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
+    setup_advice: tuple[Advice, ...] = ()
+    """What was found against the options before the start."""
     token: str | None = field(default=None, repr=False)
     """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
 
@@ -108,6 +112,9 @@ class CoordinatorCore:
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
         self._router_meter = RouterMeter()
+        self._guards = Guards(
+            config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
+        )
         self._draining = False
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
@@ -151,7 +158,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
-            observe=lambda events: self._timelines.observe(events, worker_id),
+            observe=lambda events: self._observe(events, worker_id),
             token=self.config.token,
         )
         slot.link = link
@@ -169,6 +176,10 @@ class CoordinatorCore:
         self._on_lost(link, error)
         if link.stuck:
             self._on_stuck(worker_id)
+
+    def _observe(self, events: Sequence[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._guards.on_events(events, self._clock())
 
     def _make_scheduler(self, info: WorkerInfo, epoch: int) -> Scheduler:
         if self.model is None:
@@ -314,6 +325,7 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._on_routed(events, worker_id)
+        self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -436,7 +448,10 @@ class CoordinatorCore:
     def health(self) -> HealthReport:
         """Never waits for anything."""
         return worker_slot.report(
-            self._slots.values(), draining=self._draining, num_unfinished=len(self._requests)
+            self._slots.values(),
+            draining=self._draining,
+            num_unfinished=len(self._requests),
+            advice=self._guards.look(self._schedulers(), self._clock()),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -449,6 +464,7 @@ class CoordinatorCore:
             "request_errors": dict(self._requests.errors),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
+            "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
             "router": {**self._router_meter.snapshot(), "index_bytes": self._router.index_bytes},
             "worker_statuses": worker_slot.count_by_status(self._slots.values()),
