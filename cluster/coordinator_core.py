@@ -22,6 +22,7 @@ from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
+from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
@@ -119,6 +120,7 @@ class CoordinatorCore:
             self._recorder = Recorder(Path(config.recording))
             self._recorder.start(config.seed, config.router_policy, config.scheduler_options)
             self._router = RecordedRouter(self._recorder, config.seed, policy=config.router_policy)
+        self._router_meter = RouterMeter()
         self._guards = Guards(
             config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
         )
@@ -259,7 +261,7 @@ class CoordinatorCore:
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
-            self._timelines.observe(events, worker_id)
+            self._on_routed(events, worker_id)
             self._put(entry, worker_id)
         self._waiting.clear()
 
@@ -275,6 +277,10 @@ class CoordinatorCore:
             for slot in self._slots.values()
             if slot.link is not None and slot.serving and not slot.retiring
         }
+
+    def _on_routed(self, events: list[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._router_meter.observe(events)
 
     def _put(self, entry: OpenRequest, worker_id: str) -> None:
         """Its scheduler has it; now it is known to run there."""
@@ -330,7 +336,7 @@ class CoordinatorCore:
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
-        self._timelines.observe(events, worker_id)
+        self._on_routed(events, worker_id)
         self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
@@ -469,9 +475,13 @@ class CoordinatorCore:
         return {
             **total(workers.values(), lost),
             "requests": dict(self._requests.counts),
+            "request_errors": dict(self._requests.errors),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
             "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
+            "router": {**self._router_meter.snapshot(), "index_bytes": self._router.index_bytes},
+            "worker_statuses": worker_slot.count_by_status(self._slots.values()),
+            "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }
