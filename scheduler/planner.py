@@ -222,14 +222,15 @@ class Planner:
                 return
             hit = self._find(group, plan)
             fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
-            if not fits and hit.tail_block is not None:
+            no_room = not fits and hit.tail_block is not None
+            if no_room:
                 # The source of the copy is held beside it: a request that fills the pool must do without.
                 hit = self._kv.without_tail(hit)
                 fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
             if not fits:
                 return
             branches += group.num_branches
-            self._life.start(group, hit, plan, self._step_id, self._now)
+            self._life.start(group, hit, plan, self._step_id, self._now, no_room=no_room)
             self._plan_chunk(group.live[0], plan, budget)
 
     def _find(self, group: SequenceGroup, plan: PlanBuilder) -> PrefixHit:

@@ -20,7 +20,14 @@ from octavo.cluster.simulator.worker import SimulatedWorker
 from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError
 from octavo.protos.types import Request, SamplingParams
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Admitted, Event, Finished, Preempted, TokensOut
+from octavo.scheduler.events import (
+    Admitted,
+    Event,
+    Finished,
+    Repredicted,
+    RepredictionCause,
+    TokensOut,
+)
 from octavo.scheduler.router import Routed, Router
 from octavo.scheduler.scheduler import Scheduler
 
@@ -104,8 +111,11 @@ class Outcome:
     num_output_tokens: int
     worker: int = -1
     predicted_ttft_seconds: float = -1.0
-    predicted_cached_tokens: int = 0
+    foreseen_cached_tokens: int = 0
     """When it was routed: cached then, or promised by its turn."""
+    predicted_cached_tokens: int = 0
+    """By its reservation at its turn: what was cached when it was routed, as changed by `repredictions`."""
+    repredictions: tuple[RepredictionCause, ...] = ()
     index_exact: bool = True
     """What the index knew of its worker then was what that worker's own tree held, block for block."""
     cached_tokens: int = 0
@@ -202,7 +212,8 @@ class Simulation:
         assert isinstance(routed, Routed)
         outcome.worker = self._position[worker_id]
         outcome.predicted_ttft_seconds = routed.scores[0].ttft_seconds
-        outcome.predicted_cached_tokens = routed.scores[0].expected_tokens
+        outcome.foreseen_cached_tokens = routed.scores[0].expected_tokens
+        outcome.predicted_cached_tokens = routed.scores[0].cached_tokens
         in_blocks = routed.scores[0].cached_tokens // self._config.block_size
         outcome.index_exact = routed.scores[0].indexed_blocks == in_blocks
         self._record.outcomes.append(outcome)
@@ -220,10 +231,13 @@ class Simulation:
                 outcome.total_seconds = event.metrics.total_seconds
                 outcome.num_preemptions = event.metrics.num_preemptions
                 self._record.end_seconds = max(self._record.end_seconds, event.time)
+            elif isinstance(event, Repredicted):
+                outcome = self._open[event.request_id]
+                if event.causes:
+                    outcome.predicted_cached_tokens = event.found_tokens
+                outcome.repredictions = event.causes
             elif isinstance(event, Admitted):
                 self._open[event.request_id].cached_tokens = event.cached_tokens
-            elif isinstance(event, Preempted):
-                pass
 
     def _count_steps(self, seconds: float, count: int, rows: int) -> None:
         self._record.step_seconds.append(seconds / count)

@@ -65,7 +65,9 @@ class Summary:
     ttft_error_mean: float
     """Mean absolute difference of the TTFT predicted when routing."""
     cached_as_predicted: float
-    """Share of requests that found cached what was predicted when they were routed."""
+    """Share of requests that found cached what their reservation said at their turn."""
+    cached_as_told: float
+    """Share of requests that found cached what was when they were routed: nothing changed while they waited."""
     index_exact: float
     index_bytes: int
     dollars_per_million_tokens: float
@@ -117,6 +119,7 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
         utilisation=sum(record.busy_seconds) / config.num_workers / seconds,
         ttft_error_mean=sum(abs(one.ttft_seconds - one.predicted_ttft_seconds) for one in done) / count,
         cached_as_predicted=sum(one.cached_tokens == one.predicted_cached_tokens for one in done) / count,
+        cached_as_told=sum(not one.repredictions for one in done) / count,
         index_exact=sum(one.index_exact for one in done) / count,
         index_bytes=record.index_bytes,
         dollars_per_million_tokens=device.dollars_per_hour * hours / max(1, prompt + output) * 1e6,
