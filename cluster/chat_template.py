@@ -72,6 +72,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self.source = source
         try:

@@ -21,7 +21,7 @@ MAX_NESTING = 64
 PARAM = "structured_output"
 
 
-class OutputKind(str, enum.Enum):
+class OutputKind(enum.StrEnum):
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
