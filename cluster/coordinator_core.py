@@ -32,6 +32,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -106,6 +107,8 @@ class CoordinatorCore:
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
         self._draining = False
+        self._leaving_nodes: dict[str, float] = {}
+        """When each must be empty, by the clock."""
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
         self._num_moved = 0
@@ -116,8 +119,9 @@ class CoordinatorCore:
 
     # --- workers -------------------------------------------------------------------------------------------
 
-    def announce(self, worker_id: str, address: str) -> None:
-        """A worker that nobody is attached to says where it is. Attaches, unless that is under way.
+    def announce(self, worker_id: str, address: str, node_id: str | None = None) -> None:
+        """A worker that nobody is attached to says where it is. Attaches, unless that is under way, or its node is
+        about to go.
 
         Raises `ConfigError` for an id that is not expected.
         """
@@ -131,6 +135,13 @@ class CoordinatorCore:
                 return
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
+        slot.node_id = node_id
+        if node_id in self._leaving_nodes:
+            self._move_away(slot)
+            return
+        if slot.leaving is not None:
+            slot.leaving.cancel()
+            slot.leaving = None
         slot.address = address
         slot.task = asyncio.create_task(self._attend(slot, address))
 
@@ -249,7 +260,7 @@ class CoordinatorCore:
         return {
             slot.worker_id: slot.link.scheduler
             for slot in self._slots.values()
-            if slot.link is not None and slot.serving and not slot.retiring
+            if slot.link is not None and slot.takes_requests
         }
 
     def _put(self, entry: OpenRequest, worker_id: str) -> None:
@@ -278,16 +289,50 @@ class CoordinatorCore:
         leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
         for slot in leaving:
             slot.retiring = True
-        deadline = self._clock() + grace_seconds
-        while self._clock() < deadline and any(map(self._runs_anything, leaving)):
-            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
+        await self._let_finish(leaving, self._clock() + grace_seconds)
         for slot in leaving:
             if slot.retiring and self._slots.get(slot.worker_id) is slot:
                 logger.info("worker %s is let go", slot.worker_id)
-                if slot.task is not None:
-                    slot.task.cancel()
-                    await asyncio.gather(slot.task, return_exceptions=True)
+                if slot.leaving is not None:
+                    slot.leaving.cancel()
+                await self._let_go(slot)
                 del self._slots[slot.worker_id]
+
+    def leave_nodes(self, nodes: Mapping[str, float]) -> None:
+        """These nodes, and no others, are about to go: each id with the seconds until it must be empty. Their workers
+        take nothing new and finish what they run until then; what is left goes on elsewhere, and so does the worker.
+        May be called as often as one likes.
+        """
+        now = self._clock()
+        self._leaving_nodes = {
+            node_id: self._leaving_nodes.get(node_id, now + seconds) for node_id, seconds in nodes.items()
+        }
+        for slot in self._slots.values():
+            if slot.node_id in self._leaving_nodes and slot.serving:
+                self._move_away(slot)
+
+    def _move_away(self, slot: WorkerSlot) -> None:
+        if slot.leaving is None or (slot.leaving.done() and slot.serving):
+            slot.leaving = asyncio.create_task(self._evacuate(slot))
+
+    async def _evacuate(self, slot: WorkerSlot) -> None:
+        assert slot.node_id is not None
+        logger.warning("the node of worker %s is about to go", slot.worker_id)
+        await self._let_finish([slot], self._leaving_nodes[slot.node_id])
+        await self._let_go(slot)
+        slot.detail = "its node is about to go"
+        self._on_stuck(slot.worker_id)
+
+    async def _let_finish(self, slots: Collection[WorkerSlot], deadline: float) -> None:
+        """Wait until these run nothing, until `deadline` at most."""
+        while self._clock() < deadline and any(map(self._runs_anything, slots)):
+            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
+
+    async def _let_go(self, slot: WorkerSlot) -> None:
+        """End the stream to a worker; what it still runs goes on elsewhere."""
+        if slot.task is not None:
+            slot.task.cancel()
+            await asyncio.gather(slot.task, return_exceptions=True)
 
     def _runs_anything(self, slot: WorkerSlot) -> bool:
         return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
@@ -412,7 +457,7 @@ class CoordinatorCore:
 
     async def close(self) -> None:
         """End every worker stream. Workers finish their running step and wait for the next epoch."""
-        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        tasks = [task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -424,6 +469,23 @@ class CoordinatorCore:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def load(self) -> FleetLoad:
+        """For the autoscaling policy."""
+        totals = self._totals()
+        schedulers = self._schedulers()
+        return FleetLoad.of(
+            self._router.outlook(schedulers),
+            num_expected=len(self.expected_workers),
+            num_serving=len(schedulers),
+            prompt_tokens=totals["scheduled_tokens"] - totals["sampled_tokens"],
+            preemptions=sum(totals["preemptions"].values()) if totals["preemptions"] else 0,
+        )
+
+    def _totals(self) -> dict[str, Any]:
+        """Of all workers together, lost ones included."""
+        live = [slot.link.scheduler.snapshot() for slot in self._slots.values() if slot.link and slot.serving]
+        return total(live, [] if self._lost_counts is None else [self._lost_counts])
 
     def health(self) -> HealthReport:
         """Never waits for anything."""
