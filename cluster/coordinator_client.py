@@ -203,8 +203,9 @@ class GrpcBackend:
     async def wait_connected(self, timeout_seconds: float) -> None:
         """Raises `UnavailableError` when there is no stream in time."""
         try:
-            await asyncio.wait_for(self._up.wait(), timeout_seconds)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._up.wait()
+        except TimeoutError:
             raise UnavailableError("the coordinator cannot be reached; try again in a few seconds") from None
 
     async def close(self) -> None:
@@ -288,8 +289,9 @@ class GrpcBackend:
 
     async def _check_hello(self, address: str, call: Any) -> None:
         try:
-            response = await asyncio.wait_for(call.read(), wire.CONNECT_DEADLINE_SECONDS)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(wire.CONNECT_DEADLINE_SECONDS):
+                response = await call.read()
+        except TimeoutError:
             raise UnavailableError(f"the coordinator at {address} did not answer") from None
         if response is grpc.aio.EOF or response.WhichOneof("event") != "hello":
             raise ProtocolError(f"the coordinator at {address} did not begin with a hello")

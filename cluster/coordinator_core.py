@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cluster import worker_slot
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.guards import Guards
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.timeline import Timelines
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
@@ -33,6 +35,7 @@ from octavo.protos.errors import (
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
 from octavo.scheduler.autoscaling import FleetLoad
+from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -66,6 +69,8 @@ class CoordinatorConfig:
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
+    setup_advice: tuple[Advice, ...] = ()
+    """What was found against the options before the start."""
     token: str | None = field(default=None, repr=False)
     """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
 
@@ -106,6 +111,9 @@ class CoordinatorCore:
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
+        self._guards = Guards(
+            config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
+        )
         self._draining = False
         self._leaving_nodes: dict[str, float] = {}
         """When each must be empty, by the clock."""
@@ -159,7 +167,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
-            observe=lambda events: self._timelines.observe(events, worker_id),
+            observe=lambda events: self._observe(events, worker_id),
             token=self.config.token,
         )
         slot.link = link
@@ -177,6 +185,10 @@ class CoordinatorCore:
         self._on_lost(link, error)
         if link.stuck:
             self._on_stuck(worker_id)
+
+    def _observe(self, events: Sequence[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._guards.on_events(events, self._clock())
 
     def _make_scheduler(self, info: WorkerInfo, epoch: int) -> Scheduler:
         if self.model is None:
@@ -352,6 +364,7 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._timelines.observe(events, worker_id)
+        self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -447,8 +460,9 @@ class CoordinatorCore:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._requests.idle.wait(), grace_seconds)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._requests.idle.wait()
+        except TimeoutError:
             logger.warning("%d requests did not finish within %g s", len(self._requests), grace_seconds)
         left = len(self._requests)
         for entry in self._requests:
@@ -457,7 +471,9 @@ class CoordinatorCore:
 
     async def close(self) -> None:
         """End every worker stream. Workers finish their running step and wait for the next epoch."""
-        tasks = [task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None]
+        tasks = [
+            task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -490,7 +506,10 @@ class CoordinatorCore:
     def health(self) -> HealthReport:
         """Never waits for anything."""
         return worker_slot.report(
-            self._slots.values(), draining=self._draining, num_unfinished=len(self._requests)
+            self._slots.values(),
+            draining=self._draining,
+            num_unfinished=len(self._requests),
+            advice=self._guards.look(self._schedulers(), self._clock()),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -502,6 +521,7 @@ class CoordinatorCore:
             "requests": dict(self._requests.counts),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
+            "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
             "workers": workers,
         }

@@ -38,7 +38,7 @@ ENTRY_BYTES = 320
 SCORE_BYTES = 160
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     """What a request spends its time with. Computing again what it had lost is prefill too."""
 
     QUEUED = "queued"

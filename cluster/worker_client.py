@@ -118,8 +118,9 @@ class WorkerClient:
             token=token,
         )
         try:
-            hello = await asyncio.wait_for(client._attach(), deadline_seconds)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(deadline_seconds):
+                hello = await client._attach()
+        except TimeoutError:
             await client.close()
             raise WorkerLostError(
                 f"the worker at {address} did not answer in {deadline_seconds:g} s"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.worker_link import WorkerLink
 
@@ -69,11 +70,15 @@ class WorkerSlot:
         }
 
 
-def report(slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int) -> HealthReport:
+def report(
+    slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int, advice: tuple[Advice, ...]
+) -> HealthReport:
     """The whole system. Workers that retire are shown and not counted; those whose node goes are missing."""
     expected = [slot for slot in slots if not slot.retiring]
     ready = sum(slot.takes_requests for slot in expected)
-    missing = ", ".join(f"{slot.worker_id} {slot.status.value}" for slot in expected if not slot.takes_requests)
+    missing = ", ".join(
+        f"{slot.worker_id} {slot.status.value}" for slot in expected if not slot.takes_requests
+    )
     detail = f"{ready} of {len(expected)} workers serve: {missing}" if missing else ""
     if draining:
         status = HealthStatus.DRAINING
@@ -88,4 +93,5 @@ def report(slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int
         status = HealthStatus.DEAD
     else:
         status = HealthStatus.LOADING
-    return HealthReport(status=status, workers=tuple(slot.health() for slot in slots), detail=detail)
+    workers = tuple(slot.health() for slot in slots)
+    return HealthReport(status=status, workers=workers, detail=detail, advice=advice)

@@ -44,7 +44,7 @@ class AutoscalingConfig:
     preempting_after: float = 60.0
     """So long must requests give way."""
     down_after: float = 300.0
-    cooldown_up: float = 15.0
+    cooldown_up: float = 10.0
     """After a change, before more workers are asked for."""
     cooldown_down: float = 300.0
 
@@ -157,7 +157,9 @@ class Autoscaler:
             self._quiet_since = None
         if not config.workers_min <= num <= config.workers_max:
             wanted = min(max(num, config.workers_min), config.workers_max)
-            return Decision(wanted, f"{num} workers are not within {config.workers_min} to {config.workers_max}")
+            return Decision(
+                wanted, f"{num} workers are not within {config.workers_min} to {config.workers_max}"
+            )
         if load.num_serving < num:
             return Decision(num, f"{load.num_serving} of {num} workers serve")
         busy = max(load.full, prompt_rate * load.prompt_seconds / num)
@@ -190,7 +192,9 @@ class Autoscaler:
                 "wait",
                 load.wait_seconds > config.wait_target,
                 config.up_after,
-                math.ceil(num * load.wait_seconds / config.wait_target) if load.wait_seconds < math.inf else num + 1,
+                math.ceil(num * load.wait_seconds / config.wait_target)
+                if load.wait_seconds < math.inf
+                else num + 1,
                 f"a request waits {load.wait_seconds:.1f} s for its first token, the target is {config.wait_target:g}",
             ),
             _Pressure(
@@ -242,7 +246,8 @@ class Autoscaler:
         if quiet < config.down_after or now - self._changed < config.cooldown_down:
             return Decision(num, "")
         return Decision(
-            self._enough(num, self._peak), f"at most {self._peak:.0%} of the capacity was in use for {quiet:.0f} s"
+            self._enough(num, self._peak),
+            f"at most {self._peak:.0%} of the capacity was in use for {quiet:.0f} s",
         )
 
     def _enough(self, num: int, busy: float) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.protos.types import FinishReason, RequestMetrics, TokenLogprobs
 
 
-class PreemptionKind(str, enum.Enum):
+class PreemptionKind(enum.StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
 

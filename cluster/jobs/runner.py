@@ -161,8 +161,9 @@ class JobRunner:
                     logger.error("batches cannot be looked after: %s", trouble)
                 told = trouble
             try:
-                await asyncio.wait_for(self._news.wait(), self._poll_seconds)
-            except (asyncio.TimeoutError, TimeoutError):
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._news.wait()
+            except TimeoutError:
                 continue
             self._news.clear()
 

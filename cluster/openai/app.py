@@ -114,6 +114,7 @@ class _Routes:
             ("/health", self.health, "GET", "HEAD"),
             ("/ready", self.ready, "GET", "HEAD"),
             ("/metrics", self.metrics, "GET"),
+            ("/stats", self.stats, "GET"),
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
@@ -205,19 +206,25 @@ class _Routes:
 
     async def _health(self) -> HealthReport:
         try:
-            return await asyncio.wait_for(self._backend.health(), self._config.health_seconds_max)
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(self._config.health_seconds_max):
+                return await self._backend.health()
+        except TimeoutError:
             detail = f"the backend did not answer within {self._config.health_seconds_max:g} s"
         except Exception as error:
             logger.warning("the backend's health is unknown", exc_info=error)
             detail = f"the backend did not answer: {type(error).__name__}"
         return HealthReport(status=HealthStatus.DEAD, detail=detail)
 
+    async def stats(self) -> Response:
+        """Counts and gauges of the system and of each worker: an extension."""
+        return _json(await self._backend.stats())
+
     async def metrics(self) -> Response:
         """Prometheus text. A backend that does not answer leaves only this process's own numbers."""
         stats: dict[str, Any] | None = None
         try:
-            stats = await asyncio.wait_for(self._backend.stats(), self._config.health_seconds_max)
+            async with asyncio.timeout(self._config.health_seconds_max):
+                stats = await self._backend.stats()
         except Exception as error:
             logger.warning("the backend gave no stats: %s", type(error).__name__)
         return Response(self._metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
