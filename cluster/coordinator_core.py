@@ -19,6 +19,7 @@ from octavo.cluster import worker_slot
 from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 UNFINISHED_REQUESTS_MAX = 8192
 """All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
-_RETIRE_CHECK_SECONDS = 0.05
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
@@ -110,13 +110,12 @@ class CoordinatorCore:
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
+        self._departures = Departures(self._slots, self._requests, clock=clock, end_process=on_stuck)
         self._router = Router(config.seed, policy=config.router_policy)
         self._guards = Guards(
             config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
         )
         self._draining = False
-        self._leaving_nodes: dict[str, float] = {}
-        """When each must be empty, by the clock."""
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
         self._num_moved = 0
@@ -144,8 +143,7 @@ class CoordinatorCore:
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
         slot.node_id = node_id
-        if node_id in self._leaving_nodes:
-            self._move_away(slot)
+        if self._departures.refuses(slot):
             return
         if slot.leaving is not None:
             slot.leaving.cancel()
@@ -288,66 +286,12 @@ class CoordinatorCore:
         return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
 
     async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
-        """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`
-        at most; what is left then goes on elsewhere. Returns when they are gone; may be called again meanwhile.
-
-        Raises `ConfigError` for no worker at all.
-        """
-        if not worker_ids:
-            raise ConfigError("at least one worker is needed", param="worker_ids")
-        for worker_id in worker_ids:
-            slot = self._slots.setdefault(worker_id, WorkerSlot(worker_id))
-            slot.retiring = False
-        leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
-        for slot in leaving:
-            slot.retiring = True
-        await self._let_finish(leaving, self._clock() + grace_seconds)
-        for slot in leaving:
-            if slot.retiring and self._slots.get(slot.worker_id) is slot:
-                logger.info("worker %s is let go", slot.worker_id)
-                if slot.leaving is not None:
-                    slot.leaving.cancel()
-                await self._let_go(slot)
-                del self._slots[slot.worker_id]
+        """See `Departures.expect`."""
+        await self._departures.expect(worker_ids, grace_seconds)
 
     def leave_nodes(self, nodes: Mapping[str, float]) -> None:
-        """These nodes, and no others, are about to go: each id with the seconds until it must be empty. Their workers
-        take nothing new and finish what they run until then; what is left goes on elsewhere, and so does the worker.
-        May be called as often as one likes.
-        """
-        now = self._clock()
-        self._leaving_nodes = {
-            node_id: self._leaving_nodes.get(node_id, now + seconds) for node_id, seconds in nodes.items()
-        }
-        for slot in self._slots.values():
-            if slot.node_id in self._leaving_nodes and slot.serving:
-                self._move_away(slot)
-
-    def _move_away(self, slot: WorkerSlot) -> None:
-        if slot.leaving is None or (slot.leaving.done() and slot.serving):
-            slot.leaving = asyncio.create_task(self._evacuate(slot))
-
-    async def _evacuate(self, slot: WorkerSlot) -> None:
-        assert slot.node_id is not None
-        logger.warning("the node of worker %s is about to go", slot.worker_id)
-        await self._let_finish([slot], self._leaving_nodes[slot.node_id])
-        await self._let_go(slot)
-        slot.detail = "its node is about to go"
-        self._on_stuck(slot.worker_id)
-
-    async def _let_finish(self, slots: Collection[WorkerSlot], deadline: float) -> None:
-        """Wait until these run nothing, until `deadline` at most."""
-        while self._clock() < deadline and any(map(self._runs_anything, slots)):
-            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
-
-    async def _let_go(self, slot: WorkerSlot) -> None:
-        """End the stream to a worker; what it still runs goes on elsewhere."""
-        if slot.task is not None:
-            slot.task.cancel()
-            await asyncio.gather(slot.task, return_exceptions=True)
-
-    def _runs_anything(self, slot: WorkerSlot) -> bool:
-        return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
+        """See `Departures.leave_nodes`."""
+        self._departures.leave_nodes(nodes)
 
     # --- requests ------------------------------------------------------------------------------------------
 
