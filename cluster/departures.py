@@ -52,8 +52,7 @@ class Departures:
         retiring = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
         for slot in retiring:
             slot.retiring = True
-            if slot.leaving is not None:
-                slot.leaving.cancel()
+            _stop_leaving(slot)
         await self._let_finish(retiring, self._clock() + grace_seconds)
         for slot in retiring:
             if slot.retiring and self._slots.get(slot.worker_id) is slot:
@@ -79,9 +78,7 @@ class Departures:
             if slot.leaving is None:
                 self._move_away(slot)
             return True
-        if slot.leaving is not None:
-            slot.leaving.cancel()
-            slot.leaving = None
+        _stop_leaving(slot)
         return False
 
     def _move_away(self, slot: WorkerSlot) -> None:
@@ -102,6 +99,12 @@ class Departures:
 
     def _runs_anything(self, slot: WorkerSlot) -> bool:
         return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
+
+
+def _stop_leaving(slot: WorkerSlot) -> None:
+    if slot.leaving is not None:
+        slot.leaving.cancel()
+        slot.leaving = None
 
 
 async def _let_go(slot: WorkerSlot) -> None:

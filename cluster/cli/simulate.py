@@ -53,6 +53,16 @@ def simulate(
     ] = 131_072,
     host_blocks: Annotated[int, typer.Option(min=0, help="Host blocks of each worker.")] = 0,
     itl_target: Annotated[float | None, typer.Option(help="Seconds a step may take.")] = None,
+    scale_max: Annotated[
+        int | None, typer.Option(help="Let the number of workers follow the load, up to so many.")
+    ] = None,
+    scale_min: Annotated[int, typer.Option(help="Fewest workers then.")] = 1,
+    scale_wait_target: Annotated[
+        float, typer.Option(help="Seconds that a request may wait before more workers are asked for.")
+    ] = 2.0,
+    worker_start: Annotated[
+        float, typer.Option(help="Seconds from asking for a worker to its first step.")
+    ] = 60.0,
     trace_format: Annotated[
         str | None,
         typer.Option(
@@ -85,10 +95,16 @@ def simulate(
     from octavo.cluster.simulator.html_report import Curves, page
     from octavo.cluster.simulator.report import Slo, summarise
     from octavo.cluster.simulator.traces import read_trace
+    from octavo.scheduler.autoscaling import AutoscalingConfig
 
     device = choose_device(model, gpu, tp, calibration, price)
     requests = read_trace(trace, trace_format)
     requests = requests.cut(limit or len(requests.requests)).faster(speed)
+    autoscaling = None
+    if scale_max is not None:
+        autoscaling = AutoscalingConfig(
+            workers_min=scale_min, workers_max=scale_max, wait_target=scale_wait_target
+        )
     base: dict[str, Any] = {
         "num_workers": workers,
         "policy": policy,
@@ -103,6 +119,8 @@ def simulate(
             host_blocks=host_blocks,
             itl_target=itl_target,
             seed=seed,
+            autoscaling=autoscaling,
+            worker_start_seconds=worker_start,
             **base | choice,
         )
         for choice in _choices(sweep or [])
@@ -184,5 +202,8 @@ def _print(summaries: Sequence[Summary]) -> None:
         table.add_row(heading, *cells)
     console = Console()
     console.print(table, width=None if console.is_terminal else 20 + 16 * (len(summaries) + 1))
+    for one in summaries:
+        for change in one.size_changes:
+            print(f"{change.at_seconds:.0f} s: {change.num_workers} workers: {change.reason}")
     if refused := max(one.refused for one in summaries):
         print(f"{refused} requests were refused: longer than --max-model-len or than a worker's pool.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.cluster.simulator.fleet import Outcome, RunRecord, quantile
+from octavo.cluster.simulator.fleet import Outcome, RunRecord, SizeChange, quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class Summary:
     workers_mean: float
     """Over the run; one that loads or drains counts."""
     workers_peak: int
+    size_changes: tuple[SizeChange, ...]
+    """Of a fleet that scales itself."""
     policy: str
     block_size: int
     max_num_batched_tokens: int
@@ -94,6 +96,7 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
         workers=config.num_workers,
         workers_mean=record.worker_seconds / seconds,
         workers_peak=max([config.num_workers, *(change.num_workers for change in record.size_changes)]),
+        size_changes=tuple(record.size_changes),
         policy=config.policy,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -140,6 +143,7 @@ def _weighted_quantile(values: Sequence[float], weights: Sequence[float], share:
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("workers", "workers", "d"),
+    ("workers_mean", "workers, mean", ".1f"),
     ("policy", "policy", ""),
     ("block_size", "block size", "d"),
     ("max_num_batched_tokens", "budget", "d"),

@@ -4,9 +4,11 @@ told to, and when the load does. Workers have no model; one cluster for the modu
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 
 import httpx
+import psutil
 import pytest
 
 from octavo.cluster import service as service_module
@@ -161,6 +163,38 @@ class TestThreeWorkers:
         assert system.node_of("octavo-worker-1") == another.node_id
         assert HttpStreams(system.service.url, bodies()).texts() == want
         wait_for(system.idle, 10)
+
+    def test_d23_sigterm_to_a_worker_or_the_coordinator_costs_a_pause(self, system, want):
+        streams = HttpStreams(system.service.url, bodies())
+        streams.wait_running(10)
+        worker = system.worker_process("worker-0")
+        worker.terminate()
+        wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10)
+        [coordinator] = system.processes("ray::Coordinator")
+        coordinator.terminate()
+        assert streams.texts() == want
+        wait_for(system.is_ready, 30)
+        [again] = system.processes("ray::Coordinator")
+        assert again.pid != coordinator.pid
+        assert system.stats()["requests"]["failed"] == 0
+
+    def test_d23_at_the_deadline_streams_end_with_an_error_event_and_new_calls_have_got_503(self, system):
+        streams = HttpStreams(system.service.url, bodies(max_tokens=1500, n=1))
+        streams.wait_running(3)
+        refused: list[int] = []
+
+        def ask_late() -> None:
+            wait_for(lambda: system.client.get("/ready").status_code == 503, 10)
+            refused.append(system.complete().status_code)
+
+        late = threading.Thread(target=ask_late)
+        late.start()
+        system.service.stop(grace_seconds=1.5)
+        late.join(10)
+        assert refused == [503]
+        for stream in streams.streams:
+            stream.join()
+            assert "the server shut down" in stream.events[-1] + stream.events[-2]
 
 
 @pytest.mark.cluster
