@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from typing import Any
 
 import httpx
 import psutil
@@ -69,6 +70,12 @@ class System(test_service.System):
         actor = ray.get_actor(actor_name, namespace=NAMESPACE)
         return ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
 
+    def worker_away(self) -> tuple[str, Any]:
+        """Id of a worker that is not on the head node, and its node."""
+        placed = self.nodes_of_workers()
+        worker_id = next(one for one, node_id in placed.items() if node_id != self.nodes.head.node_id)
+        return worker_id, self.nodes.node(placed[worker_id])
+
     def nodes_of_workers(self) -> dict[str, str]:
         from octavo.cluster.coordinator import worker_actor_name
 
@@ -129,38 +136,35 @@ class TestThreeWorkers:
     def test_d23_workers_of_a_node_that_will_be_taken_away_finish_or_hand_on_what_they_run(
         self, system, want
     ):
+        worker_id, doomed = system.worker_away()
         spare = system.nodes.add()
-        [doomed] = [
-            one for one in system.nodes.nodes[1:-1] if one.node_id == system.node_of("octavo-worker-2")
-        ]
         streams = HttpStreams(system.service.url, bodies())
         streams.wait_running(10)
         # Half of the streams would take longer than that.
         system.nodes.drain(doomed, MARGIN_SECONDS + 1.5)
-        wait_for(lambda: "worker-2 draining" in system.workers(), 10)
+        wait_for(lambda: f"{worker_id} draining" in system.workers(), 10)
         assert system.client.get("/ready").status_code == 200
         assert system.complete().status_code == 200
         assert streams.texts() == want
         assert system.stats()["requests"]["failed"] == 0
         wait_for(system.is_ready, 30)
-        assert system.node_of("octavo-worker-2") == spare.node_id
+        assert system.nodes_of_workers()[worker_id] == spare.node_id
         system.nodes.lose(doomed)
         assert HttpStreams(system.service.url, bodies()).texts() == want, "nobody misses that node"
         assert system.is_ready()
 
     def test_a_lost_node_costs_a_pause_and_its_worker_comes_back_with_another(self, system, want):
-        lost = system.nodes.node(system.node_of("octavo-worker-1"))
-        assert lost is not system.nodes.head
+        worker_id, lost = system.worker_away()
         streams = HttpStreams(system.service.url, bodies())
         streams.wait_running(10)
         system.nodes.lose(lost)
-        wait_for(lambda: "worker-1 dead" in system.workers(), 20)
+        wait_for(lambda: f"{worker_id} dead" in system.workers(), 20)
         assert system.health()["status"] == "degraded"
         assert streams.texts() == want
         assert system.stats()["requests"]["failed"] == 0
         another = system.nodes.add()
         wait_for(system.is_ready, 30)
-        assert system.node_of("octavo-worker-1") == another.node_id
+        assert system.nodes_of_workers()[worker_id] == another.node_id
         assert HttpStreams(system.service.url, bodies()).texts() == want
         wait_for(system.idle, 10)
 
