@@ -99,7 +99,8 @@ class HttpStream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=180) as reply:
+        url = f"{self._url}/v1/completions"
+        with httpx.stream("POST", url, json=self._body, timeout=180, trust_env=False) as reply:
             for line in reply.iter_lines():
                 if line:
                     self.arrivals.append(time.monotonic())

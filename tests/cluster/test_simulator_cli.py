@@ -106,7 +106,7 @@ def test_simulate_command(tmp_path):
 def test_simulate_a_fleet_that_scales_itself(tmp_path):
     trace = tmp_path / "trace.jsonl"
     # A prompt takes 0.44 s of a worker and five come a second.
-    rows = [{"at": i / 5, "prompt_tokens": 4000, "output_tokens": 5} for i in range(300)]
+    rows = [{"at": i / 5, "prompt_tokens": 4000, "output_tokens": 5} for i in range(200)]
     trace.write_text("\n".join(map(json.dumps, rows)))
     options = ["simulate", str(trace), "--workers", "1", "--scale-max", "4", "--worker-start", "5"]
     done = RUNNER.invoke(app, [*options, "--json"])
