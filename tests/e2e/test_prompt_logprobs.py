@@ -124,7 +124,7 @@ def assert_equal(found: list[TokenLogprobs], expected: np.ndarray, prompt: list[
 
 @pytest.mark.parametrize("budget", [7, 64, 512])
 def test_however_the_prompt_is_cut(executor: Executor, expected: Any, budget: int) -> None:
-    prompts = {f"p{length}": prompt_of(length, length) for length in (1, 2, 16, 17, 150, 200)}
+    prompts = {f"p{length}": prompt_of(length, length) for length in (1, 2, 17, 200)}
     run = Run(executor, max_num_batched_tokens=budget)
     found = run(prompts)
     for name, prompt in prompts.items():
@@ -171,9 +171,9 @@ def test_neighbours_and_samples_are_not_disturbed(executor: Executor, expected: 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preemption_is_invisible(executor: Executor, expected: Any, preemption: str) -> None:
-    prompts = {f"r{index}": prompt_of(120, index) for index in range(6)}
+    prompts = {f"r{index}": prompt_of(50, index) for index in range(6)}
     run = Run(executor, max_num_batched_tokens=64, preemption=preemption)
-    found = run(prompts, max_tokens=40, ignore_eos=True)
+    found = run(prompts, max_tokens=100, ignore_eos=True)
     assert any(isinstance(event, Preempted) for event in run.events)
     for name, prompt in prompts.items():
         assert_equal(found[name], expected(prompt), prompt)
