@@ -145,6 +145,15 @@ def test_prompts_are_scored_as_they_were_made(client, model):
             assert max(tops, key=tops.get) == token
 
 
+def test_a_prompts_log_probabilities_are_no_part_of_its_timeline(client, model):
+    reply = client.completions.create(
+        model=model, prompt="Once upon a time", max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    assert len(reply.choices[0].prompt_logprobs) == reply.usage.prompt_tokens
+    timeline = client.get(f"/requests/{reply.id}", cast_to=object)
+    assert [event["event"] for event in timeline["events"]][-1] == "finished"
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "param"),
     [
