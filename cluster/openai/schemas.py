@@ -287,12 +287,9 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if logprobs:
         sampling["logprobs"] = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
-    template_kwargs = body.any("chat_template_kwargs") or {}
-    if not isinstance(template_kwargs, dict):
-        raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
     params = _params(sampling, limit_name)
     add_generation_prompt = body.flag("add_generation_prompt", True)
-    special = _special(body, False)
+    special, kwargs = _special(body, False), template_kwargs(body)
     common = _common(body, params, limit_name in body)
     if tools is not None and tools.asks_strictness_in_vain:
         common["ignored"] += ("tools.function.strict",)
@@ -303,9 +300,17 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         tools=tools,
         logprobs=logprobs,
         add_generation_prompt=add_generation_prompt,
-        template_kwargs=template_kwargs,
+        template_kwargs=kwargs,
         add_special_tokens=special,
     )
+
+
+def template_kwargs(body: Body) -> Mapping[str, Any]:
+    """Variables for the chat template. Raises `InvalidRequestError`."""
+    given = body.any("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    return given
 
 
 def parse_response(body: Body, config: HttpConfig) -> ChatCall:

@@ -216,6 +216,14 @@ def test_a_conversation_with_calls_reaches_the_template(api: Api, backend: Scrip
     assert "<|im_start|>tool\n42<|im_end|>" in text
 
 
+def test_tools_count_where_a_prompt_is_tokenised(api: Api) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    used = api.chat(messages=messages, **TOOLS).json()["usage"]["prompt_tokens"]
+    assert api.post("/tokenize", {"messages": messages, **TOOLS}).json()["count"] == used
+    assert api.post("/tokenize", {"messages": messages}).json()["count"] < used
+    error_of(api.post("/tokenize", {"messages": messages, "tools": {}}), 400, "tools")
+
+
 def test_log_probabilities_and_ids_are_all_told(api: Api, say: Any) -> None:
     say(CALL)
     found, ids = [], []
