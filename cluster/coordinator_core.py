@@ -390,16 +390,17 @@ class CoordinatorCore:
     async def compile_grammar(self, wanted: StructuredOutput) -> None:
         """Make ready what outputs must match on every worker: whichever gets the request, or takes it over, has it.
 
-        Raises `InvalidRequestError` saying what is wrong with it, and `UnavailableError` when no worker answers.
+        Raises `InvalidRequestError` saying what is wrong with it, and the error of a worker when none could.
         """
         links = [slot.link for slot in self._slots.values() if slot.link is not None and slot.serving]
         told = await asyncio.gather(*(link.compile_grammar(wanted) for link in links), return_exceptions=True)
-        for error in told:
+        errors = [error for error in told if isinstance(error, OctavoError)]
+        for error in errors:
             if isinstance(error, InvalidRequestError):
                 raise error
-        if not any(error is None for error in told):
-            detail = next((str(error) for error in told if error is not None), "no worker is ready")
-            raise UnavailableError(f"{detail}; try again in a few seconds")
+        # A worker that was lost meanwhile compiles when it is there again and gets a request that needs it.
+        if len(errors) == len(told):
+            raise next(iter(errors), UnavailableError("no worker is ready; try again in a few seconds"))
 
     def timeline(self, request_id: str) -> dict[str, Any]:
         """See `Timelines.describe`."""

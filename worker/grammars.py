@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.protos.errors import InvalidRequestError, OctavoError, RequestFailedError
+from octavo.protos.errors import InvalidRequestError, OctavoError, OverloadedError, RequestFailedError
 from octavo.protos.structured_output import PARAM, StructuredOutput
 from octavo.protos.types import Int32Array
 from octavo.worker.config import GUIDED_BACKENDS
@@ -83,7 +83,7 @@ class Grammars:
                 return future
             waiting = sum(not future.done() for future in self._compiled.values())
             if waiting >= WAITING_MAX:
-                raise RequestFailedError(f"{waiting} grammars wait to be compiled, which is the limit")
+                raise OverloadedError(f"{waiting} grammars wait to be compiled, which is the limit")
             future = self._compiled[wanted] = self._thread.submit(self._compile, wanted)
             while len(self._compiled) > COMPILED_MAX:
                 # Rows that follow it keep what they have.

@@ -8,10 +8,11 @@ lacks it would be wrong; a field that nobody knows is ignored and reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from octavo.cluster.openai import unsupported
 from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import UnsupportedParameterError
@@ -49,89 +50,6 @@ _SAMPLING_NAMES = (
 )
 """Fields that go to `SamplingParams` as they are."""
 
-_UNSUPPORTED: dict[str, Collection[Any]] = {
-    "use_beam_search": (False,),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "lora_path": (),
-    "vllm_xargs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "kv_transfer_params": (),
-    "prompt_embeds": (),
-    "thinking_token_budget": (),
-}
-"""Known, not served: field to the values that ask for nothing and so are let through."""
-
-_UNSUPPORTED_COMPLETIONS: dict[str, Collection[Any]] = {**_UNSUPPORTED, "suffix": ("",)}
-
-_UNSUPPORTED_FORK: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED_COMPLETIONS,
-    "prompt": (),
-    "messages": (),
-    "echo": (False,),
-}
-
-_UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED,
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": ([], ["text"]),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "moderation": (),
-    "store": (False,),
-    "echo": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "include_reasoning": (True, False),
-}
-
-_UNSUPPORTED_RESPONSES: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED,
-    "response_format": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "n": (1,),
-    "best_of": (1,),
-    "beam_width": (),
-    "length_penalty": (),
-    "early_stopping": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "return_token_ids": (False,),
-    "prompt_logprobs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "max_tool_calls": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": ([],),
-    "include": ([],),
-    "reasoning": ({}, {"effort": "none"}),
-    "truncation": ("disabled",),
-    "moderation": (),
-    "image": (),
-    "access_programs": (),
-}
 _STATELESS = "is not supported by this server, which keeps no responses: send the whole conversation as input"
 
 _WITHOUT_EFFECT = (
@@ -209,7 +127,7 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
     if "prompt" not in body:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
-    body.refuse(_UNSUPPORTED_COMPLETIONS)
+    body.refuse(unsupported.COMPLETIONS)
     echo = body.flag("echo")
     params, wanted = _completion_params(body, config, echo=echo)
     return CompletionCall(
@@ -229,7 +147,7 @@ def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
         raise InvalidRequestError("request_id is missing", param="request_id")
     if "cache_salt" in body:
         raise UnsupportedParameterError("cache_salt", "cannot be chosen: a fork has its parent's")
-    body.refuse(_UNSUPPORTED_FORK)
+    body.refuse(unsupported.FORK)
     params, wanted = _completion_params(body, config)
     branch = body.integer("branch", 0, 0, MAX_N - 1)
     return ForkCall(
@@ -265,7 +183,7 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
     if "messages" not in body:
         raise InvalidRequestError("messages is missing", param="messages")
     messages = body.any("messages")
-    body.refuse(_UNSUPPORTED_CHAT)
+    body.refuse(unsupported.CHAT)
     tools = tools_of(body)
     sampling = _sampling(body, config)
     wanted = _wanted(sampling, wanted_output(body))
@@ -321,7 +239,7 @@ def parse_response(body: Body, config: HttpConfig) -> ChatCall:
         if body.any(name) not in (None, False):
             raise UnsupportedParameterError(name, _STATELESS)
     messages = _input_messages(body.any("input"))
-    body.refuse(_UNSUPPORTED_RESPONSES)
+    body.refuse(unsupported.RESPONSES)
     text = body.object("text")
     if text is not None:
         text.refuse({"verbosity": ("medium",)})

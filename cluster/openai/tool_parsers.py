@@ -29,8 +29,10 @@ class Piece:
 
 
 class ToolParser(Protocol):
-    markers: tuple[str, ...]
-    """Texts that may be single special tokens, which then must not be left out of the text."""
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be single special tokens, which then must not be left out of the text."""
+        ...
 
     def push(self, text: str) -> list[Piece]:
         """What `text` completes."""
