@@ -42,6 +42,7 @@ _OPTION_OF = {
     "down_after": "scale_down_after",
 }
 """A part's name of an option -> ours, where they differ."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HTTP_LIMITS = (
     "body_bytes_max",
     "file_bytes_max",
@@ -199,6 +200,12 @@ class ServiceConfig(BaseModel):
         "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
     )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    ui: bool | None = _option(
+        None,
+        "Observing",
+        "Serve a page at `/ui` that shows what the system is doing now, read-only. Unset: only where `host` is "
+        "loopback.",
+    )
     recording: str | None = _option(
         None,
         "Observing",
@@ -318,6 +325,7 @@ class ServiceConfig(BaseModel):
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            live_page=self.host in LOOPBACK if self.ui is None else self.ui,
             **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )
 

@@ -21,7 +21,7 @@ from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.metrics.http import CONTENT_TYPE_LATEST, HttpMetrics
-from octavo.cluster.openai import errors, openapi, utility
+from octavo.cluster.openai import errors, live_page, openapi, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
@@ -68,6 +68,8 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
         )
     calls = Calls(backend, tokenizer, config, metrics)
     _Routes(backend, tokenizer, calls, config, metrics).add_to(app)
+    if config.live_page:
+        live_page.add_to(app, backend)
     app.state.metrics = metrics
     app.state.jobs = None
     if config.jobs_dir is not None:

@@ -21,6 +21,8 @@ class HttpConfig:
     """Names that clients may ask for; the first is listed first. Empty: the model's own name."""
     api_keys: tuple[str, ...] = ()
     """Bearer keys for everything but /health, /ready and /metrics. Empty: open to all who reach the port."""
+    live_page: bool = False
+    """Serve the page at /ui. What it shows needs a key, as everything does."""
     cors_origins: tuple[str, ...] = ()
     """Origins ("https://example.org", or "*") whose pages may call from a browser. Empty: none but our own."""
     jobs_dir: str | None = None
