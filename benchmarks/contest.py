@@ -5,8 +5,9 @@
 
 A round runs every contestant once on requests of the same lengths and of other text than the rounds before, each in
 a process of its own and alone. Every run is one line of the results file as soon as it is done, and what is in the
-file is not run again: a contest can be broken off, gone on with, and run in parts. A contestant that cannot be
-installed or fails is told and left out. Peers install themselves on first use (see `peers/environment.py`).
+file is not run again, unless other processes disturbed it: a contest can be broken off, gone on with, and run in
+parts. A contestant that cannot be installed or fails is told and left out. Peers install themselves on first use (see
+`peers/environment.py`).
 """
 
 from __future__ import annotations
@@ -73,12 +74,14 @@ def read_results(path: Path) -> list[Run]:
 
 
 def missing(name: str, round_number: int, wanted: list[str], runs: list[Run]) -> list[str]:
-    """Workloads that `name` still has to run in this round."""
+    """Workloads that `name` still has to run in this round, or run again because it was disturbed."""
     done = {
-        workload.split()[0]
+        workload
         for run in runs
         if (run["contestant"], run["round"]) == (name, round_number)
-        for workload in run["figures"]
+        for workload in wanted
+        if (rows := [row for key, row in run["figures"].items() if key.split()[0] == workload])
+        and all(map(contest_report.is_quiet, rows))
     }
     return [
         workload for workload in CONTESTANTS[name].workloads if workload in wanted and workload not in done

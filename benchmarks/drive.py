@@ -65,7 +65,9 @@ class Run:
     seconds: float
     branches: dict[tuple[str, int], Branch]
     cores: float
-    """CPU seconds of this process per second: below the number of threads, others had the cores."""
+    """CPU seconds of this process per second."""
+    others: float
+    """CPU seconds a second that the rest of the machine used: what disturbed this run."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +89,7 @@ def run(
     takes too long.
     """
     branches: dict[tuple[str, int], Branch] = {}
-    started, cpu_started = time.perf_counter(), _cpu_seconds()
+    started, cpu_started, machine_started = time.perf_counter(), _cpu_seconds(), _machine_cpu_seconds()
 
     def submit(request: BenchRequest) -> None:
         now = time.perf_counter()
@@ -112,15 +114,26 @@ def run(
         if now - started > SECONDS_MAX:
             raise TimeoutError(f"unfinished after {SECONDS_MAX:.0f} s")
     seconds = time.perf_counter() - started
+    cpu, machine = _cpu_seconds() - cpu_started, _machine_cpu_seconds() - machine_started
     for key, branch in branches.items():
         if len(branch.tokens) != branch.wanted:
             raise RuntimeError(f"{key} has {len(branch.tokens)} tokens instead of {branch.wanted}")
-    return Run(seconds, branches, (_cpu_seconds() - cpu_started) / seconds)
+    return Run(seconds, branches, cores=cpu / seconds, others=max(0.0, machine - cpu) / seconds)
 
 
 def _cpu_seconds() -> float:
     times = os.times()
     return times.user + times.system
+
+
+def _machine_cpu_seconds() -> float:
+    """Of all processes, and what a hypervisor took away; 0 where /proc does not tell."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, line.split()[1:9])
+    return (user + nice + system + sum(interrupts_and_steal)) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(
@@ -138,7 +151,7 @@ def measure(
             "first_token_seconds_mean": done.first_token_seconds,
             **extra,
             "cores": done.cores,
-            "load": os.getloadavg()[0],
+            "others": done.others,
         }
         answers.update({f"{name}/{key[0]}/{key[1]}": branch.tokens for key, branch in done.branches.items()})
 

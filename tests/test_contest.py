@@ -30,9 +30,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
-def make_run(contestant: str, round_number: int, **seconds: float) -> dict[str, Any]:
+def make_run(contestant: str, round_number: int, others: float = 0.0, **seconds: float) -> dict[str, Any]:
     figures = {
-        name: {"seconds": value, "output_tokens_per_second": 100 / value} for name, value in seconds.items()
+        name: {"seconds": value, "output_tokens_per_second": 100 / value, "others": others}
+        for name, value in seconds.items()
     }
     return {
         "contestant": contestant,
@@ -46,11 +47,21 @@ def make_run(contestant: str, round_number: int, **seconds: float) -> dict[str, 
 def test_what_the_file_has_is_not_run_again(load: Any) -> None:
     contest = load("contest")
     half_done = make_run("octavo", 0, w1=10.0)
-    half_done["figures"]["w2 new tails"] = {}
+    half_done["figures"]["w2 new tails"] = {"others": 0.0}
     assert contest.missing("octavo", 0, ["w1", "w2", "w5"], [half_done]) == ["w5"]
     assert contest.missing("octavo", 1, ["w1", "w2", "w5"], [half_done]) == ["w1", "w2", "w5"]
     assert contest.missing("vllm", 0, ["w1"], [half_done]) == ["w1"]
     assert contest.missing("hf static", 0, ["w1", "w2", "w5"], []) == ["w1", "w5"]
+
+
+def test_what_others_disturbed_is_run_again_and_counts_only_for_want_of_better(load: Any) -> None:
+    contest, report = load("contest"), load("contest_report")
+    runs = [make_run("octavo", 0, others=0.5, w1=20.0, w5=2.0), make_run("octavo", 1, w1=10.0)]
+    assert contest.missing("octavo", 0, ["w1", "w5"], runs) == ["w1", "w5"]
+    assert contest.missing("octavo", 1, ["w1"], runs) == []
+    rows = report.figures_table(runs, ["octavo"])
+    assert "| W1, s | 10 |" in rows
+    assert "| W5, tokens/s | ~50 |" in rows
 
 
 def test_a_ratio_is_one_of_medians_against_the_best_peer(load: Any) -> None:
