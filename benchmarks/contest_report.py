@@ -103,8 +103,10 @@ def figures_table(runs: list[Run], names: list[str]) -> list[str]:
     lines = _head("", *names)
     for metric in METRICS:
         lines.append(_row(metric.title, *(_cell(runs, name, metric) for name in names)))
-    starts = [[run["start_seconds"] for run in runs if run["contestant"] == name] for name in names]
-    lines.append(_row("start, s", *map(_median_and_range, starts)))
+    starts = [
+        {run["round"]: run["start_seconds"] for run in runs if run["contestant"] == name} for name in names
+    ]
+    lines.append(_row("start, s", *(_median_and_range(list(seconds.values())) for seconds in starts)))
     return lines
 
 
