@@ -21,7 +21,7 @@ from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeEr
 from octavo.protos.types import Request, Resume
 from octavo.scheduler.events import Event, Queued
 from octavo.scheduler.load import Load, Loads
-from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex
+from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex, hear_no_more
 from octavo.scheduler.promised import PromisedPrefixes
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.start_time import Floats, StartTimes, predict
@@ -83,6 +83,20 @@ class Routed(Event):
 
     worker_id: str
     scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request that arrives now would meet, at the worker where it would start soonest, and how full all are."""
+
+    wait_seconds: float
+    """To its first token, were its prompt a single one."""
+    queued_branches: int
+    """That stand before it."""
+    full: float
+    """Share of all rows or of all blocks that is in use, whichever is more."""
+    token_seconds: float
+    """A token of a prompt takes so long, on average over the workers."""
 
 
 def check_policy(policy: str) -> None:
@@ -166,6 +180,27 @@ class Router:
         assert refusal is not None
         raise refusal
 
+    def outlook(self, workers: Mapping[str, Scheduler]) -> Outlook:
+        """Changes nothing that a choice depends on. Without workers the wait is infinite."""
+        if not workers:
+            return Outlook(float("inf"), 0, 0.0, 0.0)
+        if workers != self._fleet:
+            self.adopt(workers)
+        nothing = np.zeros(len(self._ids))
+        wait = predict(self._loads, 1, nothing, nothing).ttft
+        best = int(wait.argmin())
+        totals = self._loads.sum(axis=0)
+        full = max(
+            totals[Load.RUNNING_BRANCHES] / totals[Load.MAX_BRANCHES],
+            totals[Load.USED_BLOCKS] / totals[Load.NUM_BLOCKS],
+        )
+        return Outlook(
+            float(wait[best]),
+            int(self._loads[best, Load.WAITING_BRANCHES]),
+            float(full),
+            float(totals[Load.TOKEN_SECONDS]) / len(self._ids),
+        )
+
     # --- filter --------------------------------------------------------------------------------------------
 
     def adopt(self, workers: Mapping[str, Scheduler]) -> None:
@@ -173,7 +208,7 @@ class Router:
         # Positions in the matrix and in the index are one, so that both are rebuilt; workers come and go rarely.
         for scheduler in self._fleet.values():
             scheduler.report_load(None)
-            scheduler.kv.tree.listener = None
+            hear_no_more(scheduler.kv.tree)
         self._fleet = dict(workers)
         self._ids = sorted(workers)
         self._loads = np.zeros((len(self._ids), len(Load)))

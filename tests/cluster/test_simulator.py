@@ -6,14 +6,18 @@ import dataclasses
 import gzip
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from octavo.cluster.simulator.calibration import read_calibration
 from octavo.cluster.simulator.fleet import FleetConfig, Simulation
-from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, read_calibration, roofline
+from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, roofline
 from octavo.cluster.simulator.traces import Trace, TraceRequest, read_trace
 from octavo.protos.errors import ConfigError, InvalidRequestError
+from octavo.scheduler.autoscaling import AutoscalingConfig
+from octavo.scheduler.events import Event, RepredictionCause
 from octavo.scheduler.router import ROUTER_POLICIES
 
 DEVICE = Device(
@@ -93,6 +97,39 @@ def test_a_fleet_runs_a_trace_to_its_end_and_twice_the_same(policy):
         assert {one.worker for one in runs[0].outcomes} == set(range(5))
 
 
+class CheckedSimulation(Simulation):
+    """After every event: whatever waits is predicted to find what its worker's tree holds now."""
+
+    def _take(self, events: list[Event]) -> None:
+        super()._take(events)
+        for scheduler in self.schedulers.values():
+            scheduler.check_integrity()
+
+
+def test_a_prediction_of_cached_tokens_is_kept_or_changed_by_something_with_a_name():
+    """Of every request: what the router told when it reserved is what is found at its turn, or the events between say
+    what it became and why."""
+    causes: Counter[RepredictionCause] = Counter()
+    told = 0
+    for seed in range(6):
+        config = FleetConfig(
+            device=DEVICE,
+            num_workers=2,
+            kv_tokens=(4000, 1200, 700)[seed % 3],
+            max_num_batched_tokens=128,
+            host_blocks=(0, 60)[seed % 2],
+        )
+        for one in CheckedSimulation(config, made_up_trace(seed).faster(6.0)).run().outcomes:
+            assert one.index_exact
+            assert one.cached_tokens == one.predicted_cached_tokens
+            if one.repredictions:
+                causes.update(one.repredictions)
+            else:
+                told += 1
+    assert told > 100
+    assert causes.keys() >= {RepredictionCause.COMPUTED, RepredictionCause.EVICTED}
+
+
 def test_an_idle_fleet_starts_when_it_was_predicted_to():
     trace = Trace("one", [TraceRequest(1.0, 300, 3)])
     config = FleetConfig(device=DEVICE, num_workers=2, max_num_batched_tokens=512)
@@ -105,6 +142,64 @@ def test_what_can_never_fit_is_refused_and_counted():
     trace = Trace("two", [TraceRequest(0.0, 5000, 3), TraceRequest(0.0, 50, 3)])
     record = Simulation(FleetConfig(device=DEVICE), trace).run()
     assert (record.refused, len(record.outcomes)) == (1, 1)
+
+
+# --- a fleet that scales itself ---------------------------------------------------------------------------------
+
+
+def load_step(seed: int) -> Trace:
+    """A request a second, for two minutes six, then one again."""
+    rng = random.Random(seed)
+    at, requests = 0.0, []
+    while at < 640:
+        at += rng.expovariate(6.0 if 100 <= at < 220 else 1.0)
+        requests.append(TraceRequest(at, rng.randint(100, 300), rng.randint(5, 15)))
+    return Trace("step", requests)
+
+
+def scaling_config(**changes) -> FleetConfig:
+    times = {"up_after": 5.0, "cooldown_up": 5.0, "down_after": 60.0, "cooldown_down": 60.0}
+    return FleetConfig(
+        **{
+            "device": dataclasses.replace(DEVICE, token_seconds=2e-3, kv_tokens=20_000),
+            "max_num_batched_tokens": 512,
+            "autoscaling": AutoscalingConfig(workers_max=8, **times),
+            "worker_start_seconds": 10.0,
+            **changes,
+        }
+    )
+
+
+def test_a_load_step_adds_workers_and_its_end_lets_them_go_without_a_turn_between():
+    trace = load_step(1)
+    record = Simulation(scaling_config(), trace).run()
+    assert len(record.outcomes) == len(trace.requests)
+    assert min(one.total_seconds for one in record.outcomes) > 0, (
+        "who was on a worker that went finished there"
+    )
+    sizes = [1, *(change.num_workers for change in record.size_changes)]
+    peak = sizes.index(max(sizes))
+    assert 4 <= sizes[peak] <= 8
+    assert sizes[: peak + 1] == sorted(sizes[: peak + 1])
+    assert sizes[peak:] == sorted(sizes[peak:], reverse=True)
+    assert sizes[-1] <= 2
+    assert 105 <= record.size_changes[0].at_seconds <= 125
+    settled = [one.ttft_seconds for one in record.outcomes if 180 <= one.at_seconds < 220]
+    assert sum(settled) / len(settled) < 2.0
+    always = Simulation(scaling_config(autoscaling=None, num_workers=8), trace).run()
+    assert record.worker_seconds < 0.5 * always.worker_seconds
+    again = Simulation(scaling_config(collapse=False), trace.cut(500)).run()
+    short = Simulation(scaling_config(), trace.cut(500)).run()
+    assert [one.num_workers for one in again.size_changes] == [one.num_workers for one in short.size_changes]
+    assert all(one.index_exact for one in record.outcomes)
+
+
+def test_a_steady_load_never_takes_the_number_back():
+    requests = [one for one in load_step(3).requests if one.at_seconds >= 220]
+    record = Simulation(scaling_config(num_workers=8), Trace("steady", requests)).run()
+    sizes = [8, *(change.num_workers for change in record.size_changes)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= 2
 
 
 # --- readers ---------------------------------------------------------------------------------------------------
@@ -217,7 +312,7 @@ def test_presets_say_that_they_are_computed_and_hold_what_the_memory_allows():
 def test_a_calibration_file_is_a_device(tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(dataclasses.asdict(DEVICE)))
-    assert read_calibration(path) == DEVICE
+    assert read_calibration(str(path)) == DEVICE
     path.write_text("{}")
     with pytest.raises(ConfigError):
-        read_calibration(path)
+        read_calibration(str(path))
