@@ -100,13 +100,11 @@ def _of_workload(runs: Iterable[Run], name: str, metric: Metric) -> list[dict[st
 
 
 def figures_table(runs: list[Run], names: list[str]) -> list[str]:
-    lines = _head("", *names)
-    for metric in METRICS:
-        lines.append(_row(metric.title, *(_cell(runs, name, metric) for name in names)))
-    starts = [
-        {run["round"]: run["start_seconds"] for run in runs if run["contestant"] == name} for name in names
-    ]
-    lines.append(_row("start, s", *(_median_and_range(list(seconds.values())) for seconds in starts)))
+    lines = _head("", *(metric.title for metric in METRICS), "start, s")
+    for name in names:
+        starts = {run["round"]: run["start_seconds"] for run in runs if run["contestant"] == name}
+        cells = [_cell(runs, name, metric) for metric in METRICS]
+        lines.append(_row(name, *cells, _median_and_range(list(starts.values()))))
     return lines
 
 

@@ -59,9 +59,9 @@ def test_what_others_disturbed_is_run_again_and_counts_only_for_want_of_better(l
     runs = [make_run("octavo", 0, others=0.5, w1=20.0, w5=2.0), make_run("octavo", 1, w1=10.0)]
     assert contest.missing("octavo", 0, ["w1", "w5"], runs) == ["w1", "w5"]
     assert contest.missing("octavo", 1, ["w1"], runs) == []
-    rows = report.figures_table(runs, ["octavo"])
-    assert "| W1, s | 10 |" in rows
-    assert "| W5, tokens/s | ~50 |" in rows
+    cells = report.figures_table(runs, ["octavo"])[2].split(" | ")
+    assert cells[1] == "10"
+    assert "~50" in cells
 
 
 def test_a_ratio_is_one_of_medians_against_the_best_peer(load: Any) -> None:
@@ -75,8 +75,11 @@ def test_a_ratio_is_one_of_medians_against_the_best_peer(load: Any) -> None:
     assert not any("W4" in row or "int8" in row for row in rows), (
         "nothing is claimed where one side did not run"
     )
-    figures = report.figures_table(runs, ["octavo", "vllm", "hf static"])
-    assert "| W1, s | 10 (9 to 30) | 12 (11 to 13) | 50 |" in figures
+    figures = report.figures_table(runs, ["octavo", "hf static"])
+    assert [row.split(" | ")[:2] for row in figures[2:]] == [
+        ["| octavo", "10 (9 to 30)"],
+        ["| hf static", "50"],
+    ]
 
 
 def test_every_target_names_contestants_and_figures_that_exist(load: Any) -> None:
