@@ -119,7 +119,7 @@ class Machine:
             self.num_blocks = min(19_200, fitting)
         self.pool = KVPool(self.kv_shape, num_blocks=self.num_blocks, device=self.device)
         self.pool.kv.normal_()
-        self.plain = ModelRunner(self.loaded, self.pool.kv, decoder)
+        self.plain = ModelRunner(self.loaded, self.pool.layers, decoder)
         self.graphed = GraphedRunner(
             self.plain,
             max_num_seqs=self.max_num_seqs,
@@ -137,7 +137,7 @@ class Machine:
 
 
 def run(report: Any, name: str) -> None:
-    found = report.case("limits", lambda: limits(report)) or {}
+    found = report.case("limits", lambda: limits(report), again=True) or {}
     made: list[Machine] = []
 
     def build() -> dict[str, Any]:
@@ -150,10 +150,10 @@ def run(report: Any, name: str) -> None:
             "fused": machine.fused,
         }
 
-    if report.case("build", build) is None:
+    if report.case("build", build, again=True) is None:
         return
     machine = made[0]
-    report.case("graphs", lambda: record(machine))
+    report.case("graphs", lambda: record(machine), again=True)
     for num_seqs in (1, 3) if report.dry_run else (1, 8, 32, 64, 128, 256):
         report.case(f"decode {num_seqs}", lambda n=num_seqs: decode(machine, n, found))
     for tokens in (20,) if report.dry_run else (512, 2048, 8192):

@@ -30,6 +30,7 @@ class ServiceConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
@@ -89,6 +90,7 @@ class ServiceConfig:
                 device=device,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                kv_cache_dtype=self.kv_cache_dtype,
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
                 num_host_blocks=self.host_blocks,

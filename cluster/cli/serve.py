@@ -50,6 +50,10 @@ def serve(
         str | None,
         typer.Option(help="Of weights, on a CPU: fp16 or int8. Faster and less exact. Default: none."),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="Of the KV cache: auto (the model's), or fp8 or int8 for more blocks, less exact."),
+    ] = "auto",
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="Let pages of this origin call from a browser; may be repeated, * is all."),
@@ -107,6 +111,7 @@ def serve(
         device=device,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         host=host,
         port=port,
         ray_address=ray_address,
