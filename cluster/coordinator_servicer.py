@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
@@ -48,6 +49,7 @@ def encode_health(report: HealthReport) -> coordinator_pb2.GetHealthResponse:
             )
             for worker in report.workers
         ),
+        advice=(coordinator_pb2.Advice(**one.as_dict()) for one in report.advice),
     )
 
 
@@ -68,6 +70,7 @@ def decode_health(message: coordinator_pb2.GetHealthResponse) -> HealthReport:
             }
             for worker in message.workers
         ),
+        advice=tuple(Advice(one.code, one.reason, one.remedy) for one in message.advice),
     )
 
 
@@ -174,8 +177,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:
-        stats = {**self._core.stats(), "ingresses": len(self._ingresses)}
-        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(stats))
+        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(self.stats()))
+
+    def stats(self) -> dict[str, Any]:
+        """Of the whole system, as ingresses are told."""
+        return {**self._core.stats(), "ingresses": len(self._ingresses)}
 
     async def GetHealth(
         self, request: coordinator_pb2.GetHealthRequest, context: grpc.aio.ServicerContext
@@ -242,7 +248,7 @@ class CoordinatorServer:
         self, core: CoordinatorCore, *, host: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS
     ) -> None:
         """Calls must carry the token of `core.config`, if it has one."""
-        self._core = core
+        self._servicer = CoordinatorServicer(core)
         self._host = host
         self._server = grpc.aio.server(
             options=wire.server_options(keepalive_seconds),
@@ -251,12 +257,14 @@ class CoordinatorServer:
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
-        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-            CoordinatorServicer(self._core), self._server
-        )
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self._servicer, self._server)
         port = self._server.add_insecure_port(f"{self._host}:0")
         await self._server.start()
         return f"{self._host}:{port}"
+
+    def stats(self) -> dict[str, Any]:
+        """See `CoordinatorServicer.stats`."""
+        return self._servicer.stats()
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Streams that are open after the grace time are cut."""

@@ -23,6 +23,7 @@ from octavo.scheduler.events import (
     Forked,
     Preempted,
     Queued,
+    Repredicted,
     Resumed,
     TokensOut,
 )
@@ -38,7 +39,7 @@ ENTRY_BYTES = 320
 SCORE_BYTES = 160
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     """What a request spends its time with. Computing again what it had lost is prefill too."""
 
     QUEUED = "queued"
@@ -72,6 +73,7 @@ class Chunks(Event):
 _NAMES: dict[type[Event], str] = {
     Queued: "queued",
     Routed: "routed",
+    Repredicted: "repredicted",
     Admitted: "admitted",
     Chunks: "prefill_chunks",
     Forked: "forked",

@@ -33,7 +33,7 @@ MASKED_TOKEN = -1
 """In `StepResult.token_ids`: the row had already ended when this plan, sent ahead, reached the worker."""
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a branch ended. The first two are OpenAI's `finish_reason`."""
 
     STOP = "stop"

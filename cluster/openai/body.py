@@ -36,8 +36,9 @@ async def read_json(request: Request, config: HttpConfig) -> Body:
             code="unsupported_media_type",
         )
     try:
-        raw = await asyncio.wait_for(_read(request, config.body_bytes_max), config.body_seconds_max)
-    except asyncio.TimeoutError:
+        async with asyncio.timeout(config.body_seconds_max):
+            raw = await _read(request, config.body_bytes_max)
+    except TimeoutError:
         raise BodyTimeoutError(f"the body did not come within {config.body_seconds_max:g} s") from None
     try:
         value = orjson.loads(raw)

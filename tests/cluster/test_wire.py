@@ -422,7 +422,7 @@ class TestD24:
         async def test():
             async with Rig(heartbeat_seconds=60.0) as rig:
                 client = await rig.connect(1, lease_seconds=60.0, keepalive_seconds=0.1)
-                with contextlib.suppress(asyncio.TimeoutError):
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(until(lambda: client.error is not None), 5.0)
                 assert client.error is not None
                 assert "ping" in client.error.message.lower()

@@ -374,6 +374,20 @@ def test_a_full_server_is_waited_for_and_a_failing_line_is_not(
     assert tries == {"busy": 3, "broken": 3, "fine": 1}
 
 
+def test_news_at_the_moment_of_closing_does_not_keep_the_runner_alive(world: World) -> None:
+    """A batch that ends while the process does: `asyncio.wait_for` of Python 3.11 would lose the cancellation."""
+
+    async def scenario() -> None:
+        app = create_app(world.backend, world.tokenizer, HttpConfig(jobs_dir=str(world.folder)))
+        runner: JobRunner = app.state.jobs
+        runner.start()
+        await asyncio.sleep(0.05)
+        runner.wake()
+        await runner.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
 def test_all_endpoints_and_two_processes_of_one_folder(world: World, backend: ScriptedBackend) -> None:
     async def scenario() -> None:
         async with world.process() as one, world.process() as other:
