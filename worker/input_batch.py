@@ -10,6 +10,8 @@ Knows nothing of torch: what it hands out is numpy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,6 +45,15 @@ def _num_logprobs(request: Request) -> int:
     if params.logprobs is None:
         return 0 if params.ranks_by_logprob else -1
     return params.logprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Assumed:
+    """A step whose samples are counted as known."""
+
+    step: PreparedStep
+    counts: npt.NDArray[np.bool_]
+    """[K'] which of them: not those of branches that had ended."""
 
 
 class InputBatch:
@@ -79,7 +90,7 @@ class InputBatch:
         self._greedy = np.zeros(rows, np.bool_)
         self._has_rules = np.zeros(rows, np.bool_)
         self._stop_ids: Int32Array = np.full((rows, 4), _NO_TOKEN, np.int32)
-        self._assumed: PreparedStep | None = None
+        self._assumed: _Assumed | None = None
 
     @property
     def num_rows_in_use(self) -> int:
@@ -154,26 +165,24 @@ class InputBatch:
         return PreparedStep(inputs, sampling, samples, sample_rows, after.lengths[sample_rows])
 
     def can_run_ahead(self, plan: StepPlan, step: PreparedStep) -> bool:
-        """Whether `plan` may be prepared before the samples of `step`, the one before it, are known: rows stay whose
-        they are, and nothing depends on the tokens but what the device can look up itself."""
-        if (
-            plan.epoch != self.epoch
-            or len(plan.released_rows)
-            or plan.new_sequences
-            or len(plan.beam_moves)
-            or len(plan.forks)
-        ):
+        """Whether `plan` may be prepared before the samples of `step`, the one before it, are known: it changes nothing
+        about their rows but by what the device can look up itself."""
+        if plan.epoch != self.epoch or len(plan.beam_moves) or step.sampling is None:
             return False
-        if step.sampling is None or (step.sampling.num_logprobs >= 0).any():
+        if (step.sampling.num_logprobs >= 0).any():
+            # They are looked up in the logits once the tokens are known; by then the next step has overwritten them.
             return False
-        rows = plan.sample_rows
-        in_range = (rows >= 0) & (rows < len(self._requests))
-        return bool(in_range.all()) and not (self._has_rules[rows] | self.progress.beams[rows]).any()
+        unknown = step.sample_rows[~self.progress.ended[step.sample_rows]]
+        if np.isin(unknown, plan.released_rows).any() or np.isin(unknown, plan.forks[:, 0]).any():
+            return False
+        again = unknown[np.isin(unknown, plan.sample_rows)]
+        return not (self._has_rules[again] | self.progress.beams[again]).any()
 
     def assume(self, step: PreparedStep) -> None:
         """Count the samples of `step` as known, so that the plan behind it can be prepared; `finish` must follow it."""
-        self._assumed = step
-        self.progress.lengths[step.sample_rows] = step.sample_positions + 1
+        counts = ~self.progress.ended[step.sample_rows]
+        self._assumed = _Assumed(step, counts)
+        self.progress.lengths[step.sample_rows[counts]] = step.sample_positions[counts] + 1
 
     def finish(
         self, step: PreparedStep, token_ids: Int32Array, failed: npt.NDArray[np.bool_]
@@ -183,11 +192,13 @@ class InputBatch:
         Returns which samples count: not those of branches of which the step before has meanwhile shown that they had
         ended. A row whose branch ends with its token, or has failed, takes no part in what plans sent ahead say of it.
         """
-        if self._assumed is step:
-            self._assumed = None
-        progress = self.progress
-        counts = ~progress.ended[step.sample_rows]
-        progress.ended[step.sample_rows[failed]] = True
+        progress, assumed = self.progress, self._assumed
+        if assumed is not None and assumed.step is step:
+            # By now a plan behind it may have given away the row of a branch that has ended.
+            counts, self._assumed = assumed.counts, None
+        else:
+            counts = ~progress.ended[step.sample_rows]
+        progress.ended[step.sample_rows[counts & failed]] = True
         # A beam's token comes with a later plan, once all beams of its search have been ranked.
         sampled = counts & ~failed & ~progress.beams[step.sample_rows]
         rows, tokens = step.sample_rows[sampled], token_ids[sampled]
@@ -352,9 +363,10 @@ class InputBatch:
         if self._assumed is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         sample_of_row = np.full(self.limits.max_num_seqs, -1, np.int64)
-        sample_of_row[self._assumed.sample_rows] = np.arange(len(self._assumed.sample_rows))
+        step, counts = self._assumed.step, self._assumed.counts
+        sample_of_row[step.sample_rows[counts]] = np.flatnonzero(counts)
         samples = sample_of_row[places.rows]
-        late = (samples >= 0) & (places.positions == self._assumed.sample_positions[samples])
+        late = (samples >= 0) & (places.positions == step.sample_positions[samples])
         return np.flatnonzero(late), samples[late]
 
     def _sampling(self, rows: Int32Array, logit_indices: npt.NDArray[np.int64]) -> SamplingBatch:

@@ -104,6 +104,30 @@ def test_what_the_host_must_see_first_waits(params):
     assert tokens_of(results, 0) == expected_tokens(request, 0, 30)[:3]
 
 
+def test_rows_of_others_may_change_hands_meanwhile():
+    device = Device()
+    executor, _ = make_executor(sampler=device, run_ahead=True)
+    stays, leaves, comes = request_of(PROMPT), request_of(PROMPT[:4]), request_of(PROMPT[::-1], n=2)
+    plans = prompt_and_decodes([stays, leaves], 1)
+    # The second one stops for a reason of its planner's; what it was to sample is then known.
+    plans.append(make_plan(3, run=[(0, 7, 1)]))
+    plans.append(
+        make_plan(
+            4,
+            released=[1],
+            new=[new(1, comes)],
+            updates=[(1, 0, 20), (1, 1, 21)],
+            forks=[(1, 2, 1)],
+            run=[(0, 8, 1), (1, 0, 6)],
+            sample=[(0, 0), (1, 1), (2, 1)],
+        )
+    )
+    results = run_all(executor, plans)
+    assert device.log == ["start"] + ["start", "result"] * 3 + ["result"]
+    assert [int(result.token_ids[0]) for result in results] == expected_tokens(stays, 0, 30)[:4]
+    assert results[3].token_ids[1:].tolist() == [expected_tokens(comes, branch, 30)[0] for branch in range(2)]
+
+
 def test_rows_that_change_hands_wait():
     device = Device()
     executor, _ = make_executor(sampler=device, run_ahead=True)
