@@ -22,7 +22,7 @@ from octavo.protos.errors import ConfigError
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy
-from octavo.worker.config import DEVICES, DTYPES, QUANTIZATIONS, WorkerConfig
+from octavo.worker.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 from octavo.worker.model_cache import cache_root
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -156,6 +156,12 @@ class ServiceConfig(BaseModel):
     )
 
     block_size: int = _option(_WORKER.block_size, "Memory", "Tokens in one block of the KV cache: 16 or 32.")
+    kv_cache_dtype: str = _option(
+        _WORKER.kv_cache_dtype,
+        "Memory",
+        f"Of the KV cache: {_either(*KV_CACHE_DTYPES)}. `auto` is the model's; the others take a byte a number, less "
+        "exactly.",
+    )
     num_blocks: int | None = _option(None, "Memory", "Blocks of a worker. Unset: from free memory.")
     host_blocks: int | None = _option(
         None,
@@ -262,6 +268,7 @@ class ServiceConfig(BaseModel):
                 device=device,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                kv_cache_dtype=self.kv_cache_dtype,
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
                 num_host_blocks=self.host_blocks,
