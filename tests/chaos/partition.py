@@ -23,6 +23,8 @@ from typing import Any
 
 import httpx
 
+from octavo.protos.auth import new_token
+
 from ..cluster.ray_nodes import HttpStreams, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,8 @@ class Machines:
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="oct-ns-"))
+        self._token = new_token()
+        """Of Ray, on all machines."""
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
@@ -58,7 +62,12 @@ class Machines:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self, machine: int, *command: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "RAY_TMPDIR": str(self._folder / str(machine)), "PYTHONUNBUFFERED": "1"}
+        env = {
+            **os.environ,
+            "RAY_TMPDIR": str(self._folder / str(machine)),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+        }
         Path(env["RAY_TMPDIR"]).mkdir(exist_ok=True)
         with open(self._folder / f"{machine}.log", "ab") as log:
             process = subprocess.Popen(
