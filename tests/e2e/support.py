@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) -> AsyncIterator[Served]:
+async def served(
+    executor: Any, tokenizer: Tokenizer, *, http: HttpConfig | None = None, **scheduler_options: Any
+) -> AsyncIterator[Served]:
     """`executor` behind gRPC, a coordinator and an HTTP port of its own."""
     config = CoordinatorConfig(
         worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0
@@ -55,18 +58,51 @@ async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) 
     backend = GrpcBackend(executor.info.model, find)
     backend.start()
     await backend.wait_connected(10)
-    app = create_app(backend, tokenizer, HttpConfig())
+    app = create_app(backend, tokenizer, http)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     try:
         while not server.started or core.health().status is not HealthStatus.READY:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
+        if app.state.jobs is not None:
+            app.state.jobs.start()
         yield Served(core, backend, f"http://127.0.0.1:{port}", executor)
     finally:
         server.should_exit = True
         await serving
+        if app.state.jobs is not None:
+            await app.state.jobs.close()
         await backend.close()
         await core.close()
         await worker.stop()
         await coordinator.stop(0)
+
+
+class Background:
+    """The served system on a loop of its own, so that clients may block. `http`: fields of `HttpConfig`."""
+
+    def __init__(self, executor: Any, tokenizer: Tokenizer, **http: Any) -> None:
+        self._executor, self._tokenizer = executor, tokenizer
+        self._http = HttpConfig(**http)
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        options = {"http": self._http, "max_num_batched_tokens": 256}
+        async with served(self._executor, self._tokenizer, **options) as self.system:
+            self._up.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        assert self._up.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+
+    def idle_stats(self) -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(self.system.idle_stats(), self._loop).result(30)
