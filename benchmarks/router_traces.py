@@ -15,8 +15,11 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import xxhash
 
 from octavo.cluster.simulator.fleet import FleetConfig, Simulation, quantile
 from octavo.cluster.simulator.hardware import Device, preset
@@ -50,7 +53,14 @@ class Cell:
     index_exact: float
     """Share of requests for which the index said what the chosen worker's own tree held then."""
     cached_as_predicted: float
-    """Share of requests that found, when admitted, what was predicted when they were routed."""
+    """Share of requests that found, when admitted, what their reservation said: what was cached when they were routed,
+    or what a change with a name had made of it."""
+    cached_as_told: float
+    """Share of requests that found what was cached when they were routed: nothing changed while they waited."""
+    cached_as_foreseen: float
+    """As that, with what requests ahead had promised to compute."""
+    causes: dict[str, int]
+    """Requests by what changed their prediction."""
     utilisation: float
     predicted_error: float
     """Mean absolute error of the predicted TTFT, in shares of the mean TTFT."""
@@ -102,6 +112,9 @@ def run_cell(trace: Trace, name: str, workers: int, load: str, policy: str, devi
         sum(one.cached_tokens for one in done) / sum(one.num_prompt_tokens for one in done),
         sum(one.index_exact for one in done) / len(done),
         sum(one.cached_tokens == one.predicted_cached_tokens for one in done) / len(done),
+        sum(not one.repredictions for one in done) / len(done),
+        sum(one.cached_tokens == one.foreseen_cached_tokens for one in done) / len(done),
+        dict(Counter(cause.value for one in done for cause in one.repredictions)),
         sum(record.busy_seconds) / workers / record.end_seconds,
         sum(abs(one.ttft_seconds - one.predicted_ttft_seconds) for one in done) / len(done) / mean,
         time.process_time() - begin,
@@ -133,29 +146,61 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(lines)
 
 
+def code_state() -> str:
+    """Of everything that decides: cells of two states are not for one table."""
+    root = Path(__file__).resolve().parent.parent
+    digest = xxhash.xxh64()
+    for folder in ("scheduler", "cluster/simulator"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def known_cells(path: Path) -> list[Cell]:
+    """Cells that an earlier run of the same code state has left."""
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return [Cell(**cell) for cell in saved["cells"]] if saved["code_state"] == code_state() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the traces")
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.svg")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write OUT.json after every cell, and OUT.svg; what is there is not run again",
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after so long")
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests, 8 and 64 workers")
     parser.add_argument("--traces", nargs="+", default=list(FILES), choices=FILES)
     parser.add_argument("--workers", nargs="+", type=int, default=list(NUM_REQUESTS), choices=NUM_REQUESTS)
     args = parser.parse_args()
+    begin = time.monotonic()
     device = preset("llama-3.1-8b", "a100-80gb")
-    cells: list[Cell] = []
+    cells = [] if args.out is None else known_cells(args.out.with_suffix(".json"))
+    known = {(cell.trace, cell.workers, cell.load, cell.policy) for cell in cells}
+    state = code_state()
     for name in args.traces:
         for workers in [count for count in args.workers if count < 512 or not args.quick]:
-            trace = load_trace(args.data, name, workers, args.quick)
-            for load in LOADS:
-                for policy in ROUTER_POLICIES:
-                    cell = run_cell(trace, name, workers, load, policy, device)
-                    cells.append(cell)
-                    print(json.dumps(asdict(cell)), file=sys.stderr, flush=True)
+            places = [(load, policy) for load in LOADS for policy in ROUTER_POLICIES]
+            missing = [place for place in places if (name, workers, *place) not in known]
+            trace = load_trace(args.data, name, workers, args.quick) if missing else None
+            for load, policy in missing:
+                if time.monotonic() - begin > args.seconds:
+                    return
+                assert trace is not None
+                cell = run_cell(trace, name, workers, load, policy, device)
+                cells.append(cell)
+                print(json.dumps(asdict(cell)), file=sys.stderr, flush=True)
+                if args.out is not None:
+                    saved = {"code_state": state, "cells": [asdict(cell) for cell in cells]}
+                    args.out.with_suffix(".json").write_text(
+                        json.dumps(saved, indent=1) + "\n", encoding="utf-8"
+                    )
     print(table(cells))
     if args.out is not None:
-        args.out.with_suffix(".json").write_text(
-            json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8"
-        )
         args.out.with_suffix(".svg").write_text(plot(cells), encoding="utf-8")
 
 

@@ -16,6 +16,8 @@ import ray
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
+from octavo.cluster.metrics.exposition import Family, backend_families
+from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.protos.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Coordinator:
         self._core = CoordinatorCore(config, on_stuck=self._on_stuck)
         self._server = CoordinatorServer(self._core, host=host)
         self._started = asyncio.create_task(self._server.start())
+        self._publishing = asyncio.create_task(keep_publishing(self._families))
         self._kills: set[asyncio.Task[None]] = set()
         self._wish: ScaleWish | None = None
 
@@ -75,6 +78,9 @@ class Coordinator:
 
     async def stats(self) -> dict[str, Any]:
         return self._core.stats()
+
+    async def _families(self) -> list[Family]:
+        return backend_families(self._server.stats())
 
     async def want(self, num_workers: int) -> None:
         """Somebody asks for so many workers. Raises `ConfigError` for less than one. Whoever owns the workers reads it

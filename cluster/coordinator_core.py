@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.cluster import worker_slot
@@ -21,7 +22,9 @@ from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
+from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
+from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.cluster.worker_slot import WorkerSlot
@@ -68,6 +71,8 @@ class CoordinatorConfig:
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
 
+    recording: str | None = None
+    """Append every call and decision to this file (`recording.py`)."""
     setup_advice: tuple[Advice, ...] = ()
     """What was found against the options before the start."""
     token: str | None = field(default=None, repr=False)
@@ -109,7 +114,13 @@ class CoordinatorCore:
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
+        self._recorder: Recorder | None = None
         self._router = Router(config.seed, policy=config.router_policy)
+        if config.recording is not None:
+            self._recorder = Recorder(Path(config.recording))
+            self._recorder.start(config.seed, config.router_policy, config.scheduler_options)
+            self._router = RecordedRouter(self._recorder, config.seed, policy=config.router_policy)
+        self._router_meter = RouterMeter()
         self._guards = Guards(
             config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
         )
@@ -194,7 +205,10 @@ class CoordinatorCore:
         # Once this returns the link serves.
         loop.call_soon(self._place_waiting)
         options = dict(self.config.scheduler_options)
-        return Scheduler(scheduler_config(info, epoch, options), StepTimeModel.of_worker(info))
+        limits, step_time = scheduler_config(info, epoch, options), StepTimeModel.of_worker(info)
+        if self._recorder is None:
+            return Scheduler(limits, step_time)
+        return RecordedScheduler(self._recorder, self._recorder.join(info, epoch), limits, step_time)
 
     def _on_lost(self, link: WorkerLink, error: OctavoError) -> None:
         """The requests of a lost worker go on elsewhere."""
@@ -247,7 +261,7 @@ class CoordinatorCore:
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
-            self._timelines.observe(events, worker_id)
+            self._on_routed(events, worker_id)
             self._put(entry, worker_id)
         self._waiting.clear()
 
@@ -263,6 +277,10 @@ class CoordinatorCore:
             for slot in self._slots.values()
             if slot.link is not None and slot.serving and not slot.retiring
         }
+
+    def _on_routed(self, events: list[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._router_meter.observe(events)
 
     def _put(self, entry: OpenRequest, worker_id: str) -> None:
         """Its scheduler has it; now it is known to run there."""
@@ -318,7 +336,7 @@ class CoordinatorCore:
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
-        self._timelines.observe(events, worker_id)
+        self._on_routed(events, worker_id)
         self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
@@ -432,6 +450,8 @@ class CoordinatorCore:
         await asyncio.gather(*tasks, return_exceptions=True)
         for expiry in self._waiting.values():
             expiry.cancel()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # --- what can be asked ---------------------------------------------------------------------------------
 
@@ -455,9 +475,13 @@ class CoordinatorCore:
         return {
             **total(workers.values(), lost),
             "requests": dict(self._requests.counts),
+            "request_errors": dict(self._requests.errors),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
             "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
+            "router": {**self._router_meter.snapshot(), "index_bytes": self._router.index_bytes},
+            "worker_statuses": worker_slot.count_by_status(self._slots.values()),
+            "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }

@@ -177,8 +177,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:
-        stats = {**self._core.stats(), "ingresses": len(self._ingresses)}
-        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(stats))
+        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(self.stats()))
+
+    def stats(self) -> dict[str, Any]:
+        """Of the whole system, as ingresses are told."""
+        return {**self._core.stats(), "ingresses": len(self._ingresses)}
 
     async def GetHealth(
         self, request: coordinator_pb2.GetHealthRequest, context: grpc.aio.ServicerContext
@@ -245,7 +248,7 @@ class CoordinatorServer:
         self, core: CoordinatorCore, *, host: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS
     ) -> None:
         """Calls must carry the token of `core.config`, if it has one."""
-        self._core = core
+        self._servicer = CoordinatorServicer(core)
         self._host = host
         self._server = grpc.aio.server(
             options=wire.server_options(keepalive_seconds),
@@ -254,12 +257,14 @@ class CoordinatorServer:
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
-        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-            CoordinatorServicer(self._core), self._server
-        )
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self._servicer, self._server)
         port = self._server.add_insecure_port(f"{self._host}:0")
         await self._server.start()
         return f"{self._host}:{port}"
+
+    def stats(self) -> dict[str, Any]:
+        """See `CoordinatorServicer.stats`."""
+        return self._servicer.stats()
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Streams that are open after the grace time are cut."""

@@ -6,6 +6,7 @@ imports neither torch nor transformers: it needs the tokenizer and `ModelInfo`, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cluster.coordinator import find_coordinator
 from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.metrics.exposition import Family
+from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
@@ -57,14 +60,20 @@ def build_app(config: IngressConfig) -> FastAPI:
     backend = GrpcBackend(model, find_coordinator, token=config.token)
     app = create_app(backend, tokenizer, config.http)
 
+    async def families() -> list[Family]:
+        return app.state.metrics.families()
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         backend.start()
+        publishing = asyncio.create_task(keep_publishing(families))
         jobs = app.state.jobs
         if jobs is not None:
             # Batches that an earlier process had begun go on.
             jobs.start()
         yield
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
         if jobs is not None:
             await jobs.close()
         await backend.close()

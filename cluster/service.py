@@ -179,6 +179,7 @@ class Service:
             seed=self.config.seed,
             router_policy=self.config.router_policy,
             setup_advice=self.config.setup_advice(),
+            recording=self.config.recording,
             token=self._token,
         )
         try:

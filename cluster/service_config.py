@@ -170,6 +170,13 @@ class ServiceConfig(BaseModel):
         "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
     )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    recording: str | None = _option(
+        None,
+        "Observing",
+        "Append what the coordinator is asked and decides to this file, on its node, prompts included; "
+        "`octavo replay` makes every decision again.",
+        flag="--record",
+    )
 
     def __init__(self, **options: Any) -> None:
         # A file's lists are the tuples of a frozen model.

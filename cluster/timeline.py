@@ -23,6 +23,7 @@ from octavo.scheduler.events import (
     Forked,
     Preempted,
     Queued,
+    Repredicted,
     Resumed,
     TokensOut,
 )
@@ -72,6 +73,7 @@ class Chunks(Event):
 _NAMES: dict[type[Event], str] = {
     Queued: "queued",
     Routed: "routed",
+    Repredicted: "repredicted",
     Admitted: "admitted",
     Chunks: "prefill_chunks",
     Forked: "forked",

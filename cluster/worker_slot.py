@@ -54,12 +54,20 @@ class WorkerSlot:
         """Only while it serves."""
         assert self.link is not None
         return {
-            **self.link.scheduler.snapshot(),
+            **self.link.stats(),
             "device": self.link.info.device,
             "dtype": self.link.info.dtype,
             "epoch": self.link.epoch,
             "losses": self.num_losses,
         }
+
+
+def count_by_status(slots: Collection[WorkerSlot]) -> dict[str, int]:
+    """Every status, of which a worker can be, with how many are."""
+    counts = {status.value: 0 for status in HealthStatus if status is not HealthStatus.DEGRADED}
+    for slot in slots:
+        counts[slot.status.value] += 1
+    return counts
 
 
 def report(

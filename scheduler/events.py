@@ -32,6 +32,32 @@ class Queued(Event):
     """Of its prompt, when it came: an admission in the next plan finds as many."""
 
 
+class RepredictionCause(enum.StrEnum):
+    """What changed the cached tokens that a waiting request was told it would find."""
+
+    COMPUTED = "computed"
+    """Others have computed more of its prefix meanwhile."""
+    EVICTED = "evicted"
+    MOVED = "moved"
+    """To the host or back, or loading from there began or ceased to pay."""
+    PARENT = "parent"
+    """The request that it was forked from went on, or ended."""
+    NO_ROOM = "no_room"
+    """The part of a block is not taken: the pool has no block for its copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repredicted(Event):
+    """Its turn has come and it finds more or less than it was told when it was queued (`reservation.py`)."""
+
+    predicted_tokens: int
+    """As told in `Queued`."""
+    promised_tokens: int
+    """What requests ahead of it were to compute of its prompt."""
+    found_tokens: int
+    causes: tuple[RepredictionCause, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
     """waiting -> running for the first time."""

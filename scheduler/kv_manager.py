@@ -34,6 +34,8 @@ class PrefixHit:
     """Behind `blocks`: whole blocks of the prefix that are in host memory and would be loaded."""
     tail_host_block: int | None = None
     """Instead of `tail_block`: a block in host memory, loaded for its beginning."""
+    meets_host: bool = False
+    """Blocks of the prefix are in host memory, whether they would be loaded or not."""
 
 
 class KVManager:
@@ -92,7 +94,8 @@ class KVManager:
         matched = self.tree.match(root_key, tokens, limit // self.block_size)
         blocks, host_blocks = self._by_tier(matched)
         start = (len(blocks) + len(host_blocks)) * self.block_size
-        hit = PrefixHit(blocks, num_tokens=start, host_blocks=host_blocks)
+        meets_host = len(matched) > len(blocks)
+        hit = PrefixHit(blocks, num_tokens=start, host_blocks=host_blocks, meets_host=meets_host)
         if start < len(matched) * self.block_size:
             return hit
         rest = tokens[start * TOKEN_BYTES : min(limit, start + self.block_size - 1) * TOKEN_BYTES]
@@ -103,7 +106,7 @@ class KVManager:
         if block:
             return replace(hit, tail_block=block[0], num_tokens=start + inside[1])
         if host_block:
-            return replace(hit, tail_host_block=host_block[0], num_tokens=start + inside[1])
+            return replace(hit, tail_host_block=host_block[0], num_tokens=start + inside[1], meets_host=True)
         return hit
 
     def match(self, root_key: RootKey, tokens: bytes, max_blocks: int) -> list[int]:

@@ -30,6 +30,7 @@ from octavo.scheduler.parking import Parking, Prices
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import PROTECTED_STEPS
 from octavo.scheduler.queue import GroupQueue, ParkedQueue, WaitingQueue, tokens_to_compute
+from octavo.scheduler.reservation import Reservations
 from octavo.scheduler.reserve import GrowthReserve
 from octavo.scheduler.sequence import GroupState, Sequence, SequenceGroup
 from octavo.scheduler.stats import SchedulerStats
@@ -60,6 +61,8 @@ class Lifecycle:
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.waiting = WaitingQueue(config.priority_aging_seconds)
+        self.reservations = Reservations(kv, self.waiting)
+        """What those that wait for the first time will find cached."""
         self.running = GroupQueue()
         self.swapped = ParkedQueue()
         self.returning: list[SequenceGroup] = []
@@ -101,11 +104,13 @@ class Lifecycle:
         request: Request,
         max_tokens: int,
         cached_tokens: int,
-        found_tokens: int,
+        promised_tokens: int,
         now: float,
-        resume: Resume | None = None,
+        resume: Resume | None,
+        hit: PrefixHit,
     ) -> Event:
-        """new -> waiting. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
+        """new -> waiting. `hit` is what of its prompt is in the tree; `cached_tokens` count what a running parent has
+        too. Raises `InvalidRequestError` for an id in use, `OverloadedError` for a full queue.
 
         One that was accepted before (`resume`) is never refused for load, and goes before all new ones."""
         if request.request_id in self.groups:
@@ -125,10 +130,12 @@ class Lifecycle:
             group.go_on_from(resume)
         if request.timeout_seconds is not None:
             heappush(self._deadlines, (group.arrived_at + request.timeout_seconds, request.request_id))
-        group.found_tokens = found_tokens
+        group.found_tokens = max(cached_tokens, promised_tokens)
         self._next_arrival += 1
         self.groups[request.request_id] = group
         self.waiting.add(group)
+        if group.admitted_at is None:
+            self.reservations.hold(group, hit, predicted=cached_tokens, promised=promised_tokens)
         return Queued(request.request_id, now, len(self.waiting), cached_tokens)
 
     def _check_room(self, request: Request) -> None:
@@ -158,10 +165,18 @@ class Lifecycle:
         return late
 
     def start(
-        self, group: SequenceGroup, hit: PrefixHit, plan: PlanBuilder, step_id: int, now: float
+        self,
+        group: SequenceGroup,
+        hit: PrefixHit,
+        plan: PlanBuilder,
+        step_id: int,
+        now: float,
+        *,
+        no_room: bool,
     ) -> None:
-        """waiting -> running, for the first time or again."""
+        """waiting -> running, for the first time or again. `no_room`: more was found than is taken."""
         request_id, first = group.request.request_id, group.live[0]
+        self.events += self.reservations.settle(group, hit, now, no_room=no_room)
         self.waiting.remove(group)
         group.move_to(GroupState.RUNNING)
         self.running.add(group)
@@ -415,6 +430,7 @@ class Lifecycle:
             GroupState.SWAPPED: self.swapped,
         }
         queues[group.state].remove(group)
+        self.reservations.forget(group)
         group.move_to(GroupState.FINISHED)
         del self.groups[group.request.request_id]
         self.reserve.on_finish()

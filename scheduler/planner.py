@@ -40,6 +40,8 @@ class Planner:
         self._now = 0.0
         self.prefill_left = 0
         """Tokens of started prefills that the latest plan has left."""
+        self.budget_tokens = 0
+        """What the latest plan could have had."""
 
     def fill(self, plan: PlanBuilder, step_id: int, now: float, *, under_way: bool) -> None:
         """Decide everything that step `step_id` does. `under_way`: results of earlier steps are still to come."""
@@ -60,6 +62,7 @@ class Planner:
             context_tokens=sum(seq.num_computed_tokens for seq in decodes) if self._config.itl_target else 0,
             min_chunk=self._config.block_size,
         )
+        self.budget_tokens = budget.limit
         self._plan_decodes(decodes, plan, budget)
         # Before the prefills: a copy runs before all writes of its step, so what returning branches share must
         # have been computed by an earlier plan.
@@ -219,14 +222,15 @@ class Planner:
                 return
             hit = self._find(group, plan)
             fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
-            if not fits and hit.tail_block is not None:
+            no_room = not fits and hit.tail_block is not None
+            if no_room:
                 # The source of the copy is held beside it: a request that fills the pool must do without.
                 hit = self._kv.without_tail(hit)
                 fits = self._life.reserve.fits(group, hit, self._life.running, self._kv)
             if not fits:
                 return
             branches += group.num_branches
-            self._life.start(group, hit, plan, self._step_id, self._now)
+            self._life.start(group, hit, plan, self._step_id, self._now, no_room=no_room)
             self._plan_chunk(group.live[0], plan, budget)
 
     def _find(self, group: SequenceGroup, plan: PlanBuilder) -> PrefixHit:

@@ -63,23 +63,30 @@ class IndexNode:
 class WorkerPrefixes:
     """One worker's voice in the index: what its PrefixTree calls when something enters, leaves or moves."""
 
-    __slots__ = ("_index", "worker")
+    __slots__ = ("_index", "_tree", "_worker")
 
-    def __init__(self, index: PrefixIndex, worker: int) -> None:
+    def __init__(self, index: PrefixIndex, worker: int, tree: PrefixTree) -> None:
         self._index = index
-        self.worker = worker
+        self._worker = worker
+        self._tree = tree
 
     def entered(self, node: TreeNode, tokens: bytes, num_blocks: int) -> None:
         """`num_blocks` blocks holding `tokens` are about to stand behind the present end of the run `node`."""
-        self._index.enter(self.worker, node, tokens, num_blocks)
+        self._index.enter(self._worker, node, tokens, num_blocks)
 
     def left(self, node: TreeNode, num_blocks: int) -> None:
         """The last blocks of the run `node`, which nothing continues, are about to go."""
-        self._index.leave(self.worker, node, num_blocks)
+        self._index.leave(self._worker, node, num_blocks)
 
-    def moved(self, node: TreeNode, place: int, *, to_host: bool) -> None:
+    def moved(self, node: TreeNode, place: int, old: int) -> None:
         """The block at `place` of the run `node` changed its tier."""
-        self._index.move(self.worker, node, node.start + place, to_host=to_host)
+        to_host = self._tree.is_on_host(node.blocks[place])
+        self._index.move(self._worker, node, node.start + place, to_host=to_host)
+
+
+def hear_no_more(tree: PrefixTree) -> None:
+    """No index hears of `tree` from now on."""
+    tree.listeners = [one for one in tree.listeners if not isinstance(one, WorkerPrefixes)]
 
 
 class PrefixIndex:
@@ -143,20 +150,19 @@ class PrefixIndex:
 
     def attach(self, worker: int, tree: PrefixTree) -> None:
         """Take in all that `tree` holds, and hear of every change from now on."""
-        voice = WorkerPrefixes(self, worker)
         for node in tree.nodes():
             node.indexed = None if node.parent is None else node.parent.indexed
             if node.blocks:
                 self._enter(worker, node, bytes(node.tokens), node.start, len(node.blocks))
                 for place, block in enumerate(node.blocks):
-                    if block >= tree.num_device_blocks:
-                        voice.moved(node, place, to_host=True)
-        tree.listener = voice
+                    if tree.is_on_host(block):
+                        self.move(worker, node, node.start + place, to_host=True)
+        tree.listeners.append(WorkerPrefixes(self, worker, tree))
         self._limit_bytes()
 
     def detach(self, worker: int, tree: PrefixTree) -> None:
         """Forget a worker and hear nothing more of it."""
-        tree.listener = None
+        hear_no_more(tree)
         for node in list(self._nodes()):
             if node.held.pop(worker, 0):
                 self.num_bytes -= HOLDER_BYTES

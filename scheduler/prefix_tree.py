@@ -35,7 +35,7 @@ class TreeNode:
         self.start: int = 0 if parent is None else parent.start + len(parent.blocks)
         """Blocks on the way to this run."""
         self.indexed: Any = None if parent is None else parent.indexed
-        """The listener's: where it has this run."""
+        """The router's index: where it has this run."""
         self.tokens = bytearray()
         self.blocks: list[int] = []
         self.children: dict[bytes, TreeNode] = {}
@@ -57,13 +57,13 @@ class TreeNode:
 
 
 class Listener(Protocol):
-    """Hears of every change, before it is made (`entered`, `left`) or after (`moved`)."""
+    """Hears of every change, before it is made (`entered`, `left`) or after (`moved`: block `old` changed its tier)."""
 
     def entered(self, node: TreeNode, tokens: bytes, num_blocks: int) -> None: ...
 
     def left(self, node: TreeNode, num_blocks: int) -> None: ...
 
-    def moved(self, node: TreeNode, place: int, *, to_host: bool) -> None: ...
+    def moved(self, node: TreeNode, place: int, old: int) -> None: ...
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -91,7 +91,7 @@ class PrefixTree:
         self._index_of = [0] * (num_blocks + num_host_blocks)
         self.num_blocks = 0
         """Blocks in the tree, free or in use."""
-        self.listener: Listener | None = None
+        self.listeners: list[Listener] = []
 
     def __contains__(self, block: int) -> bool:
         return self._node_of[block] is not None
@@ -187,8 +187,8 @@ class PrefixTree:
                 node = child
             # Nothing continues this run, so the rest goes behind it in one piece.
             rest = blocks[number:]
-            if self.listener is not None:
-                self.listener.entered(node, tokens[number * width :], len(rest))
+            for listener in self.listeners:
+                listener.entered(node, tokens[number * width :], len(rest))
             node.tokens += tokens[number * width :]
             node_of, index_of, start = self._node_of, self._index_of, len(node.blocks)
             for index, new in enumerate(rest, start):
@@ -207,9 +207,12 @@ class PrefixTree:
         self._node_of[old] = None
         node.blocks[index] = new
         self._place(node, index, new)
-        on_host = new >= self.num_device_blocks
-        if self.listener is not None and on_host != (old >= self.num_device_blocks):
-            self.listener.moved(node, index, to_host=on_host)
+        if self.is_on_host(new) != self.is_on_host(old):
+            for listener in self.listeners:
+                listener.moved(node, index, old)
+
+    def is_on_host(self, block: int) -> bool:
+        return block >= self.num_device_blocks
 
     def evict(self, block: int) -> None:
         """Forget a block: the last of a run that nothing continues, which the pool's order guarantees."""
@@ -232,8 +235,8 @@ class PrefixTree:
 
     def _cut(self, node: TreeNode, count: int) -> None:
         """Forget the last `count` blocks of a run that nothing continues."""
-        if self.listener is not None:
-            self.listener.left(node, count)
+        for listener in self.listeners:
+            listener.left(node, count)
         for block in node.blocks[-count:]:
             self._node_of[block] = None
         self.num_blocks -= count

@@ -21,7 +21,7 @@ from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeEr
 from octavo.protos.types import Request, Resume
 from octavo.scheduler.events import Event, Queued
 from octavo.scheduler.load import Load, Loads
-from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex
+from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex, hear_no_more
 from octavo.scheduler.promised import PromisedPrefixes
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.start_time import Floats, StartTimes, predict
@@ -173,7 +173,7 @@ class Router:
         # Positions in the matrix and in the index are one, so that both are rebuilt; workers come and go rarely.
         for scheduler in self._fleet.values():
             scheduler.report_load(None)
-            scheduler.kv.tree.listener = None
+            hear_no_more(scheduler.kv.tree)
         self._fleet = dict(workers)
         self._ids = sorted(workers)
         self._loads = np.zeros((len(self._ids), len(Load)))

@@ -38,7 +38,7 @@ from octavo.protos.types import (
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event, TokensOut
-from octavo.scheduler.kv_manager import KVManager
+from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.parking import Parking, loading_pays
@@ -95,9 +95,9 @@ class Scheduler:
         max_tokens = resolve_max_tokens(request, self.config)
         if resume is not None:
             check_resume(request, resume, max_tokens)
-        cached = self.cached_tokens_of(request)
-        found = max(cached, promised_tokens)
-        queued = self._life.enqueue(request, max_tokens, cached, found, now, resume)
+        hit = self._find(request)
+        cached = max(hit.num_tokens, self._cached_in_parent(request))
+        queued = self._life.enqueue(request, max_tokens, cached, promised_tokens, now, resume, hit)
         self._tell_load()
         return [queued]
 
@@ -251,6 +251,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def budget_tokens(self) -> int:
+        """The token budget of the latest plan."""
+        return self._planner.budget_tokens
+
     def unfinished(self) -> list[str]:
         """Ids of all requests that have not ended, in order of arrival."""
         return list(self._life.groups)
@@ -266,14 +271,24 @@ class Scheduler:
 
     def cached_tokens_of(self, request: Request) -> int:
         """Prompt tokens of `request` whose KV is in this worker's blocks now. Exact; changes nothing."""
+        return max(self._find(request).num_tokens, self._cached_in_parent(request))
+
+    def _find(self, request: Request) -> PrefixHit:
+        if not self.kv.caches(request):
+            return PrefixHit([])
+        return self.kv.find((request.cache_salt, request.adapter), request.prompt_token_ids.tobytes())
+
+    def _cached_in_parent(self, request: Request) -> int:
+        sources = self._life.fork_sources(request)
+        if not sources:
+            return 0
         tokens = request.prompt_token_ids.tobytes()
-        found = [
-            self.kv.find_in(source, source.num_computed_tokens, tokens)
-            for source in self._life.fork_sources(request)
-        ]
-        if self.kv.caches(request):
-            found.append(self.kv.find((request.cache_salt, request.adapter), tokens))
-        return max((hit.num_tokens for hit in found), default=0)
+        return max(self.kv.find_in(one, one.num_computed_tokens, tokens).num_tokens for one in sources)
+
+    def predicted_tokens(self, request_id: str) -> int:
+        """Prompt tokens that a waiting request would find in the prefix tree now: what it was told when it was queued,
+        kept up to date."""
+        return self._life.reservations.predicted_tokens(request_id)
 
     def tokens_of(self, request_id: str, branch: int = 0) -> tuple[Request, Int32Array]:
         """An unfinished request, and the tokens of one branch, prompt and outputs that are known: where a fork of it
@@ -318,6 +333,7 @@ class Scheduler:
             self._tell_load()
 
     def _tell_load(self) -> None:
+        self._life.reservations.refresh()
         if self._load is None:
             return
         life, waiting = self._life, self._life.waiting.num_tokens + self._life.swapped.num_tokens
@@ -360,3 +376,4 @@ class Scheduler:
         self.kv.check_integrity(live)
         self._parking.check_integrity(live)
         self._life.check_integrity()
+        self._life.reservations.check_integrity()

@@ -17,6 +17,7 @@ from octavo.cluster.cli.doctor import doctor
 from octavo.cluster.cli.generate import generate
 from octavo.cluster.cli.lab import lab
 from octavo.cluster.cli.plan import plan
+from octavo.cluster.cli.replay import replay
 from octavo.cluster.cli.scale import scale
 from octavo.cluster.cli.serve import serve
 from octavo.cluster.cli.simulate import simulate
@@ -67,7 +68,7 @@ def _options(
     pass
 
 
-for command in (serve, status, scale, generate, chat, bench, doctor, simulate, plan, lab, version):
+for command in (serve, status, scale, generate, chat, bench, doctor, simulate, replay, plan, lab, version):
     app.command()(command)
 app.add_typer(batch_jobs.app, name="batch")
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
-from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
+from octavo.cluster.metrics.http import CONTENT_TYPE_LATEST, HttpMetrics
 from octavo.cluster.openai import errors, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
@@ -42,7 +42,7 @@ WARNING_HEADER = "x-octavo-warning"
 
 
 def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None = None) -> FastAPI:
-    """The ASGI app. `tokenizer` stays the caller's to close.
+    """The ASGI app. `tokenizer` stays the caller's to close. `app.state.metrics` are its `HttpMetrics`.
 
     `app.state.jobs` is its `JobRunner`, None without `jobs_dir`: started by the first batch, or by the caller, who
     closes it.
@@ -70,7 +70,11 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
     described = Described(backend.model)
     calls = Calls(backend, tokenizer, config, metrics)
     _Routes(backend, tokenizer, calls, config, metrics).add_to(app, described)
-    app.state.jobs = make_runner(calls, config) if config.jobs_dir is not None else None
+    app.state.metrics = metrics
+    app.state.jobs = None
+    if config.jobs_dir is not None:
+        app.state.jobs = make_runner(calls, config, on_line=metrics.on_batch_line)
+        metrics.batches_running.set_function(lambda: app.state.jobs.num_running)
     JobRoutes(app.state.jobs, config).add_to(app, described)
     return app
 
@@ -234,4 +238,6 @@ class _Routes:
                 stats = await self._backend.stats()
         except Exception as error:
             logger.warning("the backend gave no stats: %s", type(error).__name__)
-        return Response(self._metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        # A page of many workers takes tens of milliseconds to write, in which streams should go on.
+        page = await asyncio.to_thread(self._metrics.render, stats)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -63,7 +63,7 @@ def _sampling(tokens: Schema, count: Schema) -> dict[str, Schema]:
         "skip_special_tokens": _FLAG,
         "presence_penalty": _maybe("number", minimum=-2, maximum=2),
         "frequency_penalty": _maybe("number", minimum=-2, maximum=2),
-        "repetition_penalty": _maybe("number", exclusiveMinimum=0),
+        "repetition_penalty": _maybe("number", minimum=0.01, maximum=10),
         "logit_bias": _maybe(
             "object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}
         ),
@@ -178,7 +178,7 @@ class Described:
         self._bodies = _bodies(model)
 
     def __call__(self, path: str, method: str) -> dict[str, Any]:
-        good = {} if path not in _OTHER_TYPES else {_OTHER_TYPES[path]: {"schema": _TEXT}}
+        good: Schema = {} if path not in _OTHER_TYPES else {_OTHER_TYPES[path]: {}}
         return {
             "response_model": None,
             "responses": {200: {"content": good}, **_ERRORS},

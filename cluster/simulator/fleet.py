@@ -14,12 +14,20 @@ from typing import Any
 import numpy as np
 
 from octavo.cluster.simulator.hardware import Device
+from octavo.cluster.simulator.history import system
 from octavo.cluster.simulator.traces import Trace, TraceRequest
 from octavo.cluster.simulator.worker import SimulatedWorker
 from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError
 from octavo.protos.types import Request, SamplingParams
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Admitted, Event, Finished, Preempted, TokensOut
+from octavo.scheduler.events import (
+    Admitted,
+    Event,
+    Finished,
+    Repredicted,
+    RepredictionCause,
+    TokensOut,
+)
 from octavo.scheduler.router import Routed, Router
 from octavo.scheduler.scheduler import Scheduler
 
@@ -44,6 +52,8 @@ class FleetConfig:
     host_blocks: int = 0
     prefix_cache: bool = True
     preemption: str = "auto"
+    system: str = "octavo"
+    """One of `history.SYSTEMS`: how much of the history of such servers is switched on."""
     itl_target: float | None = None
     kv_tokens: int | None = None
     """Instead of the device's."""
@@ -54,25 +64,42 @@ class FleetConfig:
     def __post_init__(self) -> None:
         if self.num_workers < 1:
             raise ConfigError(f"workers must be at least 1, got {self.num_workers}", param="workers")
+        if system(self.system).reserves and not self.reservations:
+            raise ConfigError(
+                f"system {self.system} reserves max_model_len ({self.max_model_len}) tokens for each request, and a "
+                f"worker has {self.pool_tokens}",
+                param="max_model_len",
+            )
         self.scheduler_config()
 
+    @property
+    def pool_tokens(self) -> int:
+        return self.kv_tokens or self.device.kv_tokens
+
+    @property
+    def reservations(self) -> int:
+        """Requests that run at once on a worker where each has room for the longest."""
+        return min(self.max_num_seqs, self.pool_tokens // self.max_model_len)
+
     def scheduler_config(self) -> SchedulerConfig:
-        return SchedulerConfig(
-            num_blocks=max(1, (self.kv_tokens or self.device.kv_tokens) // self.block_size),
-            block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            pipeline_depth=self.pipeline_depth,
-            preemption=self.preemption,
-            num_host_blocks=self.host_blocks,
-            kv_bytes_per_block=self.device.kv_bytes_per_token * self.block_size,
-            host_link_bytes_per_second=self.device.host_link_bytes_per_second,
-            prefix_cache=self.prefix_cache,
-            itl_target=self.itl_target,
-            max_waiting=WAITING_MAX,
-            max_waiting_tokens=WAITING_MAX * self.max_model_len,
-        )
+        block_size = self.max_model_len if system(self.system).reserves else self.block_size
+        options: dict[str, Any] = {
+            "num_blocks": max(1, self.pool_tokens // block_size),
+            "block_size": block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "pipeline_depth": self.pipeline_depth,
+            "preemption": self.preemption,
+            "num_host_blocks": self.host_blocks,
+            "kv_bytes_per_block": self.device.kv_bytes_per_token * block_size,
+            "host_link_bytes_per_second": self.device.host_link_bytes_per_second,
+            "prefix_cache": self.prefix_cache,
+            "itl_target": self.itl_target,
+            "max_waiting": WAITING_MAX,
+            "max_waiting_tokens": WAITING_MAX * self.max_model_len,
+        }
+        return SchedulerConfig(**options | system(self.system).scheduler)
 
 
 @dataclass(slots=True)
@@ -84,8 +111,11 @@ class Outcome:
     num_output_tokens: int
     worker: int = -1
     predicted_ttft_seconds: float = -1.0
-    predicted_cached_tokens: int = 0
+    foreseen_cached_tokens: int = 0
     """When it was routed: cached then, or promised by its turn."""
+    predicted_cached_tokens: int = 0
+    """By its reservation at its turn: what was cached when it was routed, as changed by `repredictions`."""
+    repredictions: tuple[RepredictionCause, ...] = ()
     index_exact: bool = True
     """What the index knew of its worker then was what that worker's own tree held, block for block."""
     cached_tokens: int = 0
@@ -129,7 +159,7 @@ class Simulation:
         self._config = config
         self._trace = trace
         self._on_progress = on_progress
-        self._router = Router(config.seed, policy=config.policy)
+        self._router = Router(config.seed, policy=system(config.system).policy or config.policy)
         self._record = RunRecord(config, trace.name, [])
         self._open: dict[str, Outcome] = {}
         width = len(str(config.num_workers - 1))
@@ -182,7 +212,8 @@ class Simulation:
         assert isinstance(routed, Routed)
         outcome.worker = self._position[worker_id]
         outcome.predicted_ttft_seconds = routed.scores[0].ttft_seconds
-        outcome.predicted_cached_tokens = routed.scores[0].expected_tokens
+        outcome.foreseen_cached_tokens = routed.scores[0].expected_tokens
+        outcome.predicted_cached_tokens = routed.scores[0].cached_tokens
         in_blocks = routed.scores[0].cached_tokens // self._config.block_size
         outcome.index_exact = routed.scores[0].indexed_blocks == in_blocks
         self._record.outcomes.append(outcome)
@@ -200,10 +231,13 @@ class Simulation:
                 outcome.total_seconds = event.metrics.total_seconds
                 outcome.num_preemptions = event.metrics.num_preemptions
                 self._record.end_seconds = max(self._record.end_seconds, event.time)
+            elif isinstance(event, Repredicted):
+                outcome = self._open[event.request_id]
+                if event.causes:
+                    outcome.predicted_cached_tokens = event.found_tokens
+                outcome.repredictions = event.causes
             elif isinstance(event, Admitted):
                 self._open[event.request_id].cached_tokens = event.cached_tokens
-            elif isinstance(event, Preempted):
-                pass
 
     def _count_steps(self, seconds: float, count: int, rows: int) -> None:
         self._record.step_seconds.append(seconds / count)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.cluster.simulator.fleet import Outcome, RunRecord, quantile
+from octavo.cluster.simulator.history import system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Summary:
     device_source: str
     """"roofline": computed from data sheets; "measured": fitted to steps of that machine."""
     workers: int
+    system: str
+    """One of `history.SYSTEMS`."""
     policy: str
     block_size: int
     max_num_batched_tokens: int
@@ -62,7 +65,9 @@ class Summary:
     ttft_error_mean: float
     """Mean absolute difference of the TTFT predicted when routing."""
     cached_as_predicted: float
-    """Share of requests that found cached what was predicted when they were routed."""
+    """Share of requests that found cached what their reservation said at their turn."""
+    cached_as_told: float
+    """Share of requests that found cached what was when they were routed: nothing changed while they waited."""
     index_exact: float
     index_bytes: int
     dollars_per_million_tokens: float
@@ -75,6 +80,7 @@ class Summary:
 def summarise(record: RunRecord, slo: Slo) -> Summary:
     """Raises nothing: a run in which every request was refused has zeros."""
     done, config, device = record.outcomes, record.config, record.config.device
+    limits = config.scheduler_config()
     ttft = [one.ttft_seconds for one in done]
     begin = done[0].at_seconds if done else 0.0
     seconds = max(1e-9, record.end_seconds - begin)
@@ -89,9 +95,10 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
         device=device.name,
         device_source=device.source,
         workers=config.num_workers,
-        policy=config.policy,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        system=config.system,
+        policy=system(config.system).policy or config.policy,
+        block_size=limits.block_size,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         requests=len(done) + record.refused,
         refused=record.refused,
         seconds=seconds,
@@ -112,6 +119,7 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
         utilisation=sum(record.busy_seconds) / config.num_workers / seconds,
         ttft_error_mean=sum(abs(one.ttft_seconds - one.predicted_ttft_seconds) for one in done) / count,
         cached_as_predicted=sum(one.cached_tokens == one.predicted_cached_tokens for one in done) / count,
+        cached_as_told=sum(not one.repredictions for one in done) / count,
         index_exact=sum(one.index_exact for one in done) / count,
         index_bytes=record.index_bytes,
         dollars_per_million_tokens=device.dollars_per_hour * hours / max(1, prompt + output) * 1e6,
@@ -132,6 +140,7 @@ def _weighted_quantile(values: Sequence[float], weights: Sequence[float], share:
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("workers", "workers", "d"),
+    ("system", "system", ""),
     ("policy", "policy", ""),
     ("block_size", "block size", "d"),
     ("max_num_batched_tokens", "budget", "d"),

@@ -6,14 +6,17 @@ import dataclasses
 import gzip
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from octavo.cluster.simulator.calibration import read_calibration
 from octavo.cluster.simulator.fleet import FleetConfig, Simulation
-from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, read_calibration, roofline
+from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, roofline
 from octavo.cluster.simulator.traces import Trace, TraceRequest, read_trace
 from octavo.protos.errors import ConfigError, InvalidRequestError
+from octavo.scheduler.events import Event, RepredictionCause
 from octavo.scheduler.router import ROUTER_POLICIES
 
 DEVICE = Device(
@@ -91,6 +94,39 @@ def test_a_fleet_runs_a_trace_to_its_end_and_twice_the_same(policy):
         assert one.cached_tokens < one.num_prompt_tokens
     if policy != "prefix":
         assert {one.worker for one in runs[0].outcomes} == set(range(5))
+
+
+class CheckedSimulation(Simulation):
+    """After every event: whatever waits is predicted to find what its worker's tree holds now."""
+
+    def _take(self, events: list[Event]) -> None:
+        super()._take(events)
+        for scheduler in self.schedulers.values():
+            scheduler.check_integrity()
+
+
+def test_a_prediction_of_cached_tokens_is_kept_or_changed_by_something_with_a_name():
+    """Of every request: what the router told when it reserved is what is found at its turn, or the events between say
+    what it became and why."""
+    causes: Counter[RepredictionCause] = Counter()
+    told = 0
+    for seed in range(6):
+        config = FleetConfig(
+            device=DEVICE,
+            num_workers=2,
+            kv_tokens=(4000, 1200, 700)[seed % 3],
+            max_num_batched_tokens=128,
+            host_blocks=(0, 60)[seed % 2],
+        )
+        for one in CheckedSimulation(config, made_up_trace(seed).faster(6.0)).run().outcomes:
+            assert one.index_exact
+            assert one.cached_tokens == one.predicted_cached_tokens
+            if one.repredictions:
+                causes.update(one.repredictions)
+            else:
+                told += 1
+    assert told > 100
+    assert causes.keys() >= {RepredictionCause.COMPUTED, RepredictionCause.EVICTED}
 
 
 def test_an_idle_fleet_starts_when_it_was_predicted_to():
@@ -217,7 +253,7 @@ def test_presets_say_that_they_are_computed_and_hold_what_the_memory_allows():
 def test_a_calibration_file_is_a_device(tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(dataclasses.asdict(DEVICE)))
-    assert read_calibration(path) == DEVICE
+    assert read_calibration(str(path)) == DEVICE
     path.write_text("{}")
     with pytest.raises(ConfigError):
-        read_calibration(path)
+        read_calibration(str(path))
