@@ -20,6 +20,7 @@ from octavo.cluster import worker_slot
 from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
 from octavo.cluster.metrics.router_meter import RouterMeter
@@ -37,6 +38,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
@@ -47,7 +49,6 @@ logger = logging.getLogger(__name__)
 UNFINISHED_REQUESTS_MAX = 8192
 """All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
-_RETIRE_CHECK_SECONDS = 0.05
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
@@ -115,6 +116,7 @@ class CoordinatorCore:
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._recorder: Recorder | None = None
+        self._departures = Departures(self._slots, self._requests, clock=clock, end_process=on_stuck)
         self._router = Router(config.seed, policy=config.router_policy)
         if config.recording is not None:
             self._recorder = Recorder(Path(config.recording))
@@ -135,8 +137,9 @@ class CoordinatorCore:
 
     # --- workers -------------------------------------------------------------------------------------------
 
-    def announce(self, worker_id: str, address: str) -> None:
-        """A worker that nobody is attached to says where it is. Attaches, unless that is under way.
+    def announce(self, worker_id: str, address: str, node_id: str | None = None) -> None:
+        """A worker that nobody is attached to says where it is. Attaches, unless that is under way, or its node is
+        about to go.
 
         Raises `ConfigError` for an id that is not expected.
         """
@@ -150,6 +153,12 @@ class CoordinatorCore:
                 return
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
+        slot.node_id = node_id
+        if self._departures.refuses(slot):
+            return
+        if slot.leaving is not None:
+            slot.leaving.cancel()
+            slot.leaving = None
         slot.address = address
         slot.task = asyncio.create_task(self._attend(slot, address))
 
@@ -275,7 +284,7 @@ class CoordinatorCore:
         return {
             slot.worker_id: slot.link.scheduler
             for slot in self._slots.values()
-            if slot.link is not None and slot.serving and not slot.retiring
+            if slot.link is not None and slot.takes_requests
         }
 
     def _on_routed(self, events: list[Event], worker_id: str) -> None:
@@ -295,32 +304,12 @@ class CoordinatorCore:
         return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
 
     async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
-        """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`
-        at most; what is left then goes on elsewhere. Returns when they are gone; may be called again meanwhile.
+        """See `Departures.expect`."""
+        await self._departures.expect(worker_ids, grace_seconds)
 
-        Raises `ConfigError` for no worker at all.
-        """
-        if not worker_ids:
-            raise ConfigError("at least one worker is needed", param="worker_ids")
-        for worker_id in worker_ids:
-            slot = self._slots.setdefault(worker_id, WorkerSlot(worker_id))
-            slot.retiring = False
-        leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
-        for slot in leaving:
-            slot.retiring = True
-        deadline = self._clock() + grace_seconds
-        while self._clock() < deadline and any(map(self._runs_anything, leaving)):
-            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
-        for slot in leaving:
-            if slot.retiring and self._slots.get(slot.worker_id) is slot:
-                logger.info("worker %s is let go", slot.worker_id)
-                if slot.task is not None:
-                    slot.task.cancel()
-                    await asyncio.gather(slot.task, return_exceptions=True)
-                del self._slots[slot.worker_id]
-
-    def _runs_anything(self, slot: WorkerSlot) -> bool:
-        return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
+    def leave_nodes(self, nodes: Mapping[str, float]) -> None:
+        """See `Departures.leave_nodes`."""
+        self._departures.leave_nodes(nodes)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -444,7 +433,9 @@ class CoordinatorCore:
 
     async def close(self) -> None:
         """End every worker stream. Workers finish their running step and wait for the next epoch."""
-        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        tasks = [
+            task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -458,6 +449,23 @@ class CoordinatorCore:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def load(self) -> FleetLoad:
+        """For the autoscaling policy."""
+        totals = self._totals()
+        schedulers = self._schedulers()
+        return FleetLoad.of(
+            self._router.outlook(schedulers),
+            num_expected=len(self.expected_workers),
+            num_serving=len(schedulers),
+            prompt_tokens=totals["scheduled_tokens"] - totals["sampled_tokens"],
+            preemptions=sum(totals["preemptions"].values()) if totals["preemptions"] else 0,
+        )
+
+    def _totals(self) -> dict[str, Any]:
+        """Of all workers together, lost ones included."""
+        live = [slot.link.scheduler.snapshot() for slot in self._slots.values() if slot.link and slot.serving]
+        return total(live, [] if self._lost_counts is None else [self._lost_counts])
 
     def health(self) -> HealthReport:
         """Never waits for anything."""

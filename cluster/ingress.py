@@ -33,8 +33,11 @@ MAX_ONGOING_REQUESTS = 8192
 """Calls in one replica. Above the front door's own limit, whose refusals are in OpenAI's shape."""
 MAX_QUEUED_REQUESTS = 1024
 """Calls that wait at each proxy for a replica; Serve refuses the next with 503."""
-GRACEFUL_SHUTDOWN_SECONDS = 2.0
-"""The coordinator has been drained before a replica is told to end."""
+GRACEFUL_SHUTDOWN_SECONDS = 30.0
+"""A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
+HEAD_NODE = {"node:__internal_head__": 0.001}
+"""Ray's mark of the head node. The proxy is there, and with it all connections: a replica elsewhere would be one more
+node whose loss breaks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ def ingress_application(config: IngressConfig) -> serve.Application:
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
         # Placed beside the workers, which have claimed the cores.
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
     )
     application: serve.Application = deployment.bind()
     return application
