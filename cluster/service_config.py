@@ -55,9 +55,9 @@ _HTTP_LIMITS = (
 """Limits of `HttpConfig` that are options."""
 
 
-def _option(default: Any, group: str, text: str, **names: str) -> Any:
-    """A field. `names`: `flag` and `env` where they do not follow from its name."""
-    return Field(default, description=text, json_schema_extra={"group": group, **names})
+def _option(default: Any, group: str, text: str, *, secret: bool = False, **names: str) -> Any:
+    """A field. `secret`: never printed. `names`: `flag` and `env` where they do not follow from its own."""
+    return Field(default, description=text, repr=not secret, json_schema_extra={"group": group, **names})
 
 
 def _either(*choices: str) -> str:
@@ -124,6 +124,7 @@ class ServiceConfig(BaseModel):
         (),
         "HTTP",
         "Ask clients for one of these keys. None: open to all who reach the port.",
+        secret=True,
         flag="--api-key",
         env="OCTAVO_API_KEY",
     )
@@ -378,7 +379,9 @@ def _explained(error: ValidationError) -> ConfigError:
         return ConfigError(
             f"there is no option {name!r}{did_you_mean(name, ServiceConfig.model_fields)}", param=name
         )
-    return ConfigError(f"{name} must be {noun_of(kind)}, got {first['input']!r:.100}", param=name)
+    shown = ServiceConfig.model_fields[name].repr
+    value = f"{first['input']!r:.100}" if shown else "something else"
+    return ConfigError(f"{name} must be {noun_of(kind)}, got {value}", param=name)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:

@@ -61,7 +61,8 @@ class HttpConfig:
         for name in ("served_model_names", "api_keys", "cors_origins"):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
-                raise ConfigError(f"{name} must be a list of non-empty strings, got {values!r}", param=name)
+                told = "" if name == "api_keys" else f", got {values!r}"  # keys are not printed
+                raise ConfigError(f"{name} must be a list of non-empty strings{told}", param=name)
             object.__setattr__(self, name, tuple(values))
         if self.jobs_dir is not None and not (isinstance(self.jobs_dir, str) and self.jobs_dir):
             raise ConfigError(f"jobs_dir must be a folder, got {self.jobs_dir!r}", param="jobs_dir")
