@@ -14,9 +14,11 @@ from typing import Any
 import ray
 
 from octavo.cluster.backend import HealthReport
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.protos.errors import ConfigError, UnavailableError
+from octavo.protos.interface import LOOPBACK, Interface
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +57,9 @@ class Coordinator:
     """Body of the actor."""
 
     def __init__(self, config: CoordinatorConfig, *, loopback: bool) -> None:
-        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        interface = LOOPBACK if loopback else Interface.of_node(ray.util.get_node_ip_address())
         self._core = CoordinatorCore(config, on_stuck=self._on_stuck)
-        self._server = CoordinatorServer(self._core, host=host)
+        self._server = CoordinatorServer(self._core, interface=interface)
         self._started = asyncio.create_task(self._server.start())
         self._kills: set[asyncio.Task[None]] = set()
         self._wish: ScaleWish | None = None

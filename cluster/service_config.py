@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.cluster.openai.config import HttpConfig
+from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.config import SchedulerConfig
 from octavo.worker.config import WorkerConfig
@@ -57,6 +58,15 @@ class ServiceConfig:
     prefix_cache: bool = True
     host_tier: bool = True
     itl_target: float | None = None
+    max_waiting: int = 4096
+    max_waiting_tokens: int = 4_000_000
+    """Of each worker's queue: requests, and their prompt tokens. One more is refused with 429."""
+    priority_aging_seconds: float = 60.0
+    """Waiting so long is worth one step of priority."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    """PEM files on every node, all or none: with them, processes of the system call each other by mTLS."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +88,11 @@ class ServiceConfig:
             **self.scheduler_options(),
         )
         self.http_config()
+        _ = self.tls_files
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
         """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
@@ -110,6 +125,9 @@ class ServiceConfig:
             "prefix_cache": self.prefix_cache,
             "host_tier": self.host_tier,
             "itl_target": self.itl_target,
+            "max_waiting": self.max_waiting,
+            "max_waiting_tokens": self.max_waiting_tokens,
+            "priority_aging_seconds": self.priority_aging_seconds,
         }
 
     def http_config(self) -> HttpConfig:

@@ -125,12 +125,17 @@ class Scheduler:
         events: list[Event] = []
         for group in self._life.expired(now):
             message = (
-                f"the request did not finish within its timeout of {group.request.timeout_seconds:g} s "
+                f"the request did not finish within its timeout of {group.request.timeout_seconds:.3g} s "
                 f"(state {group.state.value}, {sum(seq.num_output_tokens for seq in group.live)} tokens made)"
             )
             name = DeadlineExceededError.__name__
             events += self._end(list(group.live), FinishReason.ERROR, now, message, name)
         return events
+
+    @property
+    def next_deadline(self) -> float:
+        """When `expire` may find something again; infinite where nothing has a timeout."""
+        return self._life.next_deadline
 
     def _end(
         self,

@@ -90,6 +90,31 @@ def serve(
         typer.Option(help="Most tokens of prompt and answer together. Default: the model's limit."),
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of free device memory to use.")] = 0.90,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may queue at each worker; one more is refused with 429.")
+    ] = 4096,
+    max_waiting_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens that may queue at each worker.")
+    ] = 4_000_000,
+    priority_aging_seconds: Annotated[
+        float, typer.Option(help="Waiting so long is worth one step of priority.")
+    ] = 60.0,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OCTAVO_TLS_CERT",
+            show_envvar=True,
+            help="With the next two: PEM file, on every node, of the certificate that workers, coordinator and "
+            "ingresses show each other.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(envvar="OCTAVO_TLS_KEY", show_envvar=True, help="Its private key.")
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(envvar="OCTAVO_TLS_CA", show_envvar=True, help="The authority that signed all of them."),
+    ] = None,
     grace_seconds: Annotated[
         float, typer.Option(min=0, help="On SIGTERM or Ctrl-C, let running answers finish for so long.")
     ] = 30.0,
@@ -125,6 +150,12 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        priority_aging_seconds=priority_aging_seconds,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
     )
     service = Service(config)
     with _stop_signals() as stop:

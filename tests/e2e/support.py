@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ import uvicorn
 
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.coordinator_client import GrpcBackend
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos import wire
 from octavo.worker.servicer import WorkerServer
 
 
@@ -38,21 +41,37 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) -> AsyncIterator[Served]:
+async def served(
+    executor: Any,
+    tokenizer: Tokenizer,
+    *,
+    keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
+    heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
+    lease_seconds: float = 60.0,
+    **scheduler_options: Any,
+) -> AsyncIterator[Served]:
     """`executor` behind gRPC, a coordinator and an HTTP port of its own."""
     config = CoordinatorConfig(
-        worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0
+        worker_ids=("worker-0",),
+        scheduler_options=scheduler_options,
+        lease_seconds=lease_seconds,
+        keepalive_seconds=keepalive_seconds,
     )
     core = CoordinatorCore(config)
-    coordinator = CoordinatorServer(core, host="127.0.0.1")
+    coordinator = CoordinatorServer(core)
     address = await coordinator.start()
-    worker = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None)
+    worker = WorkerServer(
+        executor,
+        on_fatal=lambda error: None,
+        keepalive_seconds=keepalive_seconds,
+        heartbeat_seconds=heartbeat_seconds,
+    )
     core.announce("worker-0", await worker.start())
 
     async def find() -> str:
         return address
 
-    backend = GrpcBackend(executor.info.model, find)
+    backend = GrpcBackend(executor.info.model, find, keepalive_seconds=keepalive_seconds)
     backend.start()
     await backend.wait_connected(10)
     app = create_app(backend, tokenizer, HttpConfig())
@@ -70,3 +89,32 @@ async def served(executor: Any, tokenizer: Tokenizer, **scheduler_options: Any) 
         await core.close()
         await worker.stop()
         await coordinator.stop(0)
+
+
+class Background:
+    """A served system on a thread of its own, so that its clients may block and do not hold it up."""
+
+    system: Served
+
+    def __init__(self, manager: contextlib.AbstractAsyncContextManager[Served]) -> None:
+        self._manager = manager
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with self._manager as self.system:
+            self._up.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        assert self._up.wait(60), "the system did not come up"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+
+    def idle_stats(self) -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(self.system.idle_stats(), self._loop).result(30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import openai
@@ -10,36 +9,9 @@ import pytest
 
 from octavo.cluster.tokenizer import Tokenizer
 
-from .support import served
+from .support import Background, served
 
 pytestmark = pytest.mark.model
-
-
-class Background:
-    """The served system on a loop of its own, so that the client may block."""
-
-    def __init__(self, executor, tokenizer):
-        self._executor, self._tokenizer = executor, tokenizer
-        self._up = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-
-    async def _main(self):
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with served(self._executor, self._tokenizer, max_num_batched_tokens=256) as self.system:
-            self._up.set()
-            await self._stop.wait()
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._up.wait(60)
-        return self
-
-    def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
-
-    def idle_stats(self):
-        return asyncio.run_coroutine_threadsafe(self.system.idle_stats(), self._loop).result(30)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +22,8 @@ def background(default_model_dir):
     executor = build_executor(
         WorkerConfig(worker_id="worker-0", num_blocks=600, max_num_batched_tokens=256, max_num_seqs=32)
     )
-    with Background(executor, Tokenizer(default_model_dir)) as running:
+    tokenizer = Tokenizer(default_model_dir)
+    with Background(served(executor, tokenizer, max_num_batched_tokens=256)) as running:
         yield running
 
 
