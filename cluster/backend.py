@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
@@ -46,6 +47,8 @@ class HealthReport:
     """One JSON-able mapping a worker: at least "worker_id" and "status"."""
     detail: str = ""
     """One sentence for a person; empty when there is nothing to say."""
+    advice: tuple[Advice, ...] = ()
+    """What is unwise about how it is set up or runs."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, as `/health` sends it."""
@@ -53,6 +56,7 @@ class HealthReport:
             "status": HealthStatus(self.status).value,
             "workers": [dict(worker) for worker in self.workers],
             "detail": self.detail,
+            "advice": [one.as_dict() for one in self.advice],
         }
 
 

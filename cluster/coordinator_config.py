@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.cluster.advice import Advice
 from octavo.protos import wire
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import ConfigError
@@ -33,6 +34,8 @@ class CoordinatorConfig:
     seed: int = 0
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
+    setup_advice: tuple[Advice, ...] = ()
+    """What was found against the options before the start."""
     access: Access = OPEN
     """How workers are called, and what ingresses must show."""
 

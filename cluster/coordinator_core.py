@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from octavo.cluster import worker_slot
@@ -19,6 +19,7 @@ from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.coordinator_config import CoordinatorConfig
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.guards import Guards
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.timeline import Timelines
 from octavo.cluster.waiting_room import WaitingRoom
@@ -33,6 +34,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
@@ -68,6 +70,9 @@ class CoordinatorCore:
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._router = Router(config.seed, policy=config.router_policy)
+        self._guards = Guards(
+            config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
+        )
         self._draining = False
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
@@ -110,7 +115,7 @@ class CoordinatorCore:
             deliver=lambda deltas: self._requests.deliver(deltas, link),
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
-            observe=lambda events: self._timelines.observe(events, worker_id),
+            observe=lambda events: self._observe(events, worker_id),
             access=self.config.access,
             keepalive_seconds=self.config.keepalive_seconds,
         )
@@ -129,6 +134,10 @@ class CoordinatorCore:
         self._on_lost(link, error)
         if link.stuck:
             self._on_stuck(worker_id)
+
+    def _observe(self, events: Sequence[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._guards.on_events(events, self._clock())
 
     def _make_scheduler(self, info: WorkerInfo, epoch: int) -> Scheduler:
         if self.model is None:
@@ -256,6 +265,7 @@ class CoordinatorCore:
             self._requests.counts["rejected"] += 1
             raise
         self._timelines.observe(events, worker_id)
+        self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
@@ -377,7 +387,10 @@ class CoordinatorCore:
     def health(self) -> HealthReport:
         """Never waits for anything."""
         return worker_slot.report(
-            self._slots.values(), draining=self._draining, num_unfinished=len(self._requests)
+            self._slots.values(),
+            draining=self._draining,
+            num_unfinished=len(self._requests),
+            advice=self._guards.look(self._schedulers(), self._clock()),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -389,6 +402,7 @@ class CoordinatorCore:
             "requests": dict(self._requests.counts),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
+            "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
             "workers": workers,
         }

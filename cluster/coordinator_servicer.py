@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
@@ -49,6 +50,7 @@ def encode_health(report: HealthReport) -> coordinator_pb2.GetHealthResponse:
             )
             for worker in report.workers
         ),
+        advice=(coordinator_pb2.Advice(**one.as_dict()) for one in report.advice),
     )
 
 
@@ -69,6 +71,7 @@ def decode_health(message: coordinator_pb2.GetHealthResponse) -> HealthReport:
             }
             for worker in message.workers
         ),
+        advice=tuple(Advice(one.code, one.reason, one.remedy) for one in message.advice),
     )
 
 

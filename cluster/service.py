@@ -80,6 +80,7 @@ class Service:
         self._ray_started = False
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
+        self._advised: set[str] = set()
         self._access = Access(new_token(), config.tls_files)
 
     @property
@@ -185,6 +186,8 @@ class Service:
             worker_ids=tuple(config.worker_id for config in configs),
             scheduler_options=self.config.scheduler_options(),
             seed=self.config.seed,
+            router_policy=self.config.router_policy,
+            setup_advice=self.config.setup_advice(),
             access=self._access,
         )
         try:
@@ -268,6 +271,10 @@ class Service:
             report = ray.get(self._coordinator.health.remote(), timeout=CALL_SECONDS)
             if report.status.alive:
                 self._last_alive = time.monotonic()
+            for one in report.advice:
+                if one.code not in self._advised:
+                    logger.warning("%s", one)
+            self._advised = {one.code for one in report.advice}
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("the coordinator does not answer: %s", type(error).__name__)
         return time.monotonic() - self._last_alive < RECOVERY_SECONDS_MAX

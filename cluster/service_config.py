@@ -1,93 +1,230 @@
-"""What a whole system is told: one frozen object, from which each part's own configuration is made.
+"""What a whole system is told: one frozen model, from which each part's own configuration is made.
 
-Owns names, defaults and what only the whole can check. Options that a part owns are checked by that part, at
+Owns the names, meanings and defaults of all options, and what only the whole can check. The command line's flags, the
+environment's variables, the keys of a file (`config_sources.py`) and docs/configuration.md (`config_docs.py`) are made
+from its fields, so an option is added here and nowhere else. Options that a part owns are checked by that part, at
 once, so that a wrong one need not wait for a cluster to be noticed.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
 from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
-from octavo.scheduler.config import SchedulerConfig
-from octavo.worker.config import WorkerConfig
+from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
+from octavo.scheduler.router import ROUTER_POLICIES, check_policy
+from octavo.worker.config import DEVICES, DTYPES, QUANTIZATIONS, WorkerConfig
 from octavo.worker.model_cache import cache_root
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """In the name of a folder."""
+_HTTP, _SCHEDULER = HttpConfig(), SchedulerConfig(num_blocks=1)
+_WORKER = WorkerConfig(worker_id="worker-0")
+"""Whose defaults are the system's."""
+_OPTION_OF = {
+    "num_host_blocks": "host_blocks",
+    "num_threads": "threads_per_worker",
+    "served_model_names": "served_model_name",
+}
+"""A part's name of an option -> ours, where they differ."""
+_HTTP_LIMITS = (
+    "body_bytes_max",
+    "file_bytes_max",
+    "files_bytes_max",
+    "batch_lines_in_flight_max",
+    "requests_in_flight_max",
+    "prompts_per_request_max",
+    "choices_per_request_max",
+)
+"""Limits of `HttpConfig` that are options."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
+def _option(default: Any, group: str, text: str, **names: str) -> Any:
+    """A field. `names`: `flag` and `env` where they do not follow from its name."""
+    return Field(default, description=text, json_schema_extra={"group": group, **names})
+
+
+def _either(*choices: str) -> str:
+    return ", ".join(f"`{choice}`" for choice in choices)
+
+
+class ServiceConfig(BaseModel):
     """Options of the whole system. Raises `ConfigError` naming the option."""
 
-    model: str | None = None
-    """None: the default model; else a folder, a .gguf file or a hub id."""
-    num_workers: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any free port."""
-    ray_address: str | None = None
-    """None: start a local Ray, whatever the environment says; "auto" or "host:port": join that one."""
-    num_ingresses: int = 1
-    threads_per_worker: int | None = None
-    """CPU threads; None: the cluster's cores shared evenly, at least 1."""
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    """See `HttpConfig`."""
-    jobs_dir: str | None = None
-    """Folder of files and batches. None: one for this model in the cache folder; "": neither is served."""
-    block_size: int = 16
-    num_blocks: int | None = None
-    host_blocks: int | None = None
-    """Swap space of each worker in host memory; None: from free memory, 0: none."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.90
-    preemption: str = "auto"
-    victims: str = "least_lost"
-    prefix_cache: bool = True
-    host_tier: bool = True
-    itl_target: float | None = None
-    max_waiting: int = 4096
-    max_waiting_tokens: int = 4_000_000
-    """Of each worker's queue: requests, and their prompt tokens. One more is refused with 429."""
-    priority_aging_seconds: float = 60.0
-    """Waiting so long is worth one step of priority."""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-    """PEM files on every node, all or none: with them, processes of the system call each other by mTLS."""
-    seed: int = 0
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    def __post_init__(self) -> None:
+    model: str | None = _option(
+        None,
+        "Model",
+        "A folder, a hub id or a .gguf file. Unset: the small default model. On the command line the one argument.",
+    )
+    served_model_name: str | None = _option(None, "Model", "The model's name in the API. Unset: its own.")
+    dtype: str = _option(_WORKER.dtype, "Model", f"Of weights and KV: {_either(*DTYPES)}.")
+    quantization: str | None = _option(
+        None, "Model", f"Of weights, on a CPU: {_either(*QUANTIZATIONS)}. Faster and less exact. Unset: none."
+    )
+    max_model_len: int | None = _option(
+        None, "Model", "Most tokens of prompt and answer together. Unset: the model's limit."
+    )
+
+    num_workers: int = _option(1, "Machines", "Worker processes, one device each.", flag="--workers")
+    device: str = _option(_WORKER.device, "Machines", f"{_either(*DEVICES)}.")
+    threads_per_worker: int | None = _option(
+        None, "Machines", "CPU threads of a worker. Unset: the cluster's cores shared evenly."
+    )
+    ray_address: str | None = _option(
+        None,
+        "Machines",
+        "Join this Ray cluster: `auto` finds it, or `HOST:PORT`. Unset: a local Ray is started, whatever the "
+        "environment says.",
+    )
+    num_ingresses: int = _option(1, "Machines", "HTTP processes.")
+
+    host: str = _option("127.0.0.1", "HTTP", "Address to listen on; loopback unless you say otherwise.")
+    port: int = _option(8000, "HTTP", "0: any free port.")
+    api_keys: tuple[str, ...] = _option(
+        (),
+        "HTTP",
+        "Ask clients for one of these keys. None: open to all who reach the port.",
+        flag="--api-key",
+        env="OCTAVO_API_KEY",
+    )
+    cors_origins: tuple[str, ...] = _option(
+        (), "HTTP", "Let pages of these origins call from a browser; `*` is all.", flag="--cors-origin"
+    )
+    jobs_dir: str | None = _option(
+        None,
+        "HTTP",
+        "Folder of uploaded files and batches. Unset: one for this model in the cache folder; empty: neither is "
+        "served.",
+    )
+    grace_seconds: float = _option(
+        30.0, "HTTP", "On SIGTERM or Ctrl-C, let running answers finish for so long."
+    )
+    body_bytes_max: int = _option(_HTTP.body_bytes_max, "HTTP", "Of one call.")
+    requests_in_flight_max: int = _option(
+        _HTTP.requests_in_flight_max,
+        "HTTP",
+        "Calls that generate, at once, in one HTTP process; more get 429.",
+    )
+    prompts_per_request_max: int = _option(_HTTP.prompts_per_request_max, "HTTP", "Of one completions call.")
+    choices_per_request_max: int = _option(
+        _HTTP.choices_per_request_max, "HTTP", "Prompts times branches, of one call."
+    )
+    file_bytes_max: int = _option(_HTTP.file_bytes_max, "HTTP", "Of one uploaded file.")
+    files_bytes_max: int = _option(_HTTP.files_bytes_max, "HTTP", "Of all files together.")
+    batch_lines_in_flight_max: int = _option(
+        _HTTP.batch_lines_in_flight_max, "HTTP", "Lines of batches that run at once in one HTTP process."
+    )
+
+    block_size: int = _option(_WORKER.block_size, "Memory", "Tokens in one block of the KV cache: 16 or 32.")
+    num_blocks: int | None = _option(None, "Memory", "Blocks of a worker. Unset: from free memory.")
+    host_blocks: int | None = _option(
+        None,
+        "Memory",
+        "Blocks of swap space of a worker, in host memory. Unset: from free memory; 0: none.",
+    )
+    gpu_memory_utilization: float = _option(
+        _WORKER.gpu_memory_utilization, "Memory", "Share of free device memory to use."
+    )
+    allow_high_gpu_memory_utilization: bool = _option(
+        _WORKER.allow_high_gpu_memory_utilization, "Memory", "Lets that share go above 0.95."
+    )
+    prefix_cache: bool = _option(
+        _SCHEDULER.prefix_cache,
+        "Memory",
+        "Keep the KV of prefixes while nobody needs its blocks, and find it again.",
+    )
+    host_tier: bool = _option(
+        _SCHEDULER.host_tier,
+        "Memory",
+        "Keep prefixes that leave the device in swap space that nobody needs.",
+    )
+
+    max_num_batched_tokens: int = _option(
+        _SCHEDULER.max_num_batched_tokens, "Scheduling", "Most tokens in one step: the token budget."
+    )
+    max_num_seqs: int = _option(_SCHEDULER.max_num_seqs, "Scheduling", "Most sequences in one step.")
+    itl_target: float | None = _option(
+        None,
+        "Scheduling",
+        "Seconds that a step may take; the budget of each step is cut to what is predicted to fit. Unset: no cut.",
+    )
+    preemption: str = _option(
+        _SCHEDULER.preemption,
+        "Scheduling",
+        f"How a request gives way when blocks run out: {_either(*PREEMPTION_MODES)}; `auto` takes the cheaper.",
+    )
+    victims: str = _option(
+        _SCHEDULER.victims, "Scheduling", f"Who gives way first: {_either(*VICTIM_RULES)}."
+    )
+    router_policy: str = _option(
+        "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
+    )
+    max_waiting: int = _option(
+        _SCHEDULER.max_waiting, "Scheduling", "Requests that may queue at each worker; one more gets 429."
+    )
+    max_waiting_tokens: int = _option(
+        _SCHEDULER.max_waiting_tokens, "Scheduling", "Prompt tokens that may queue at each worker."
+    )
+    priority_aging_seconds: float = _option(
+        _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
+    )
+    seed: int = _option(0, "Scheduling", "Of the router's ties.")
+
+    tls_cert: str | None = _option(
+        None,
+        "Security",
+        "With the next two: a PEM file, at this path on every node, of the certificate that workers, coordinator and "
+        "ingresses show each other (docs/security.md). Unset: their calls carry a token, in the clear.",
+    )
+    tls_key: str | None = _option(None, "Security", "Its private key.")
+    tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
+
+    def __init__(self, **options: Any) -> None:
+        # A file's lists are the tuples of a frozen model.
+        options = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        }
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise _explained(error) from None
+
+    def model_post_init(self, _: Any) -> None:
         for name in ("num_workers", "num_ingresses"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}", param=name)
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
         if self.ray_address is not None and self.ray_address != "auto":
             split_address(self.ray_address)
-        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}", param="port")
-        if not isinstance(self.host, str) or not self.host:
-            raise ConfigError(f"host must be an address, got {self.host!r}", param="host")
-        # The parts check their own options; a wrong one should not wait for a cluster to be noticed.
-        self.worker_configs(cores=1, device="cpu" if self.device == "auto" else self.device)
-        SchedulerConfig(
-            num_blocks=self.num_blocks or 1,
-            num_host_blocks=1 if self.host_blocks is None else self.host_blocks,
-            **self.scheduler_options(),
-        )
-        self.http_config()
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}", param="port")
+        if not self.host:
+            raise ConfigError("host must be an address, got ''", param="host")
+        if not 0 <= self.grace_seconds < float("inf"):
+            raise ConfigError(
+                f"grace_seconds must be at least 0, got {self.grace_seconds}", param="grace_seconds"
+            )
+        try:
+            check_policy(self.router_policy)
+            self.worker_configs(cores=1, device="cpu" if self.device == "auto" else self.device)
+            SchedulerConfig(
+                num_blocks=self.num_blocks or 1,
+                num_host_blocks=1 if self.host_blocks is None else self.host_blocks,
+                **self.scheduler_options(),
+            )
+            self.http_config()
+        except ConfigError as error:
+            raise _renamed(error) from None
         _ = self.tls_files
 
     @property
@@ -111,6 +248,7 @@ class ServiceConfig:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                allow_high_gpu_memory_utilization=self.allow_high_gpu_memory_utilization,
                 num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
             )
             for number in range(count or self.num_workers)
@@ -130,6 +268,10 @@ class ServiceConfig:
             "priority_aging_seconds": self.priority_aging_seconds,
         }
 
+    def setup_advice(self) -> tuple[Advice, ...]:
+        """What is unwise about these options, though they are allowed."""
+        return setup_advice(block_size=self.block_size, gpu_memory_utilization=self.gpu_memory_utilization)
+
     def http_config(self) -> HttpConfig:
         names = () if self.served_model_name is None else (self.served_model_name,)
         jobs_dir = self.jobs_dir
@@ -142,7 +284,25 @@ class ServiceConfig:
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )
+
+
+def names_of(name: str, field: FieldInfo) -> tuple[str, str]:
+    """(flag, variable of the environment) of an option."""
+    extra = _extra(field)
+    flag = str(extra.get("flag", f"--{name.replace('_', '-')}"))
+    return flag, str(extra.get("env", f"OCTAVO_{name.upper()}"))
+
+
+def group_of(field: FieldInfo) -> str:
+    """The heading under which an option is shown."""
+    return str(_extra(field)["group"])
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    assert isinstance(field.json_schema_extra, dict)
+    return field.json_schema_extra
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -151,3 +311,36 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or "/" in address:
         raise ConfigError(f"ray_address must be auto or HOST:PORT, got {address!r}", param="ray_address")
     return host, int(port)
+
+
+_NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
+
+
+def noun_of(problem: str) -> str:
+    """What was wanted, by the type of a problem that pydantic found."""
+    return next((noun for start, noun in _NOUNS.items() if problem.startswith(start)), "a list of strings")
+
+
+def _explained(error: ValidationError) -> ConfigError:
+    """The first thing that is wrong, as a sentence."""
+    first = error.errors(include_url=False)[0]
+    name, kind = str(first["loc"][0]), first["type"]
+    if kind == "extra_forbidden":
+        return ConfigError(
+            f"there is no option {name!r}{did_you_mean(name, ServiceConfig.model_fields)}", param=name
+        )
+    return ConfigError(f"{name} must be {noun_of(kind)}, got {first['input']!r:.100}", param=name)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
+    """A suggestion to append to a message, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _renamed(error: ConfigError) -> ConfigError:
+    """A part's complaint in the words of whoever configured the whole."""
+    ours = _OPTION_OF.get(error.param or "")
+    if ours is None:
+        return error
+    return ConfigError(error.message.replace(error.param or "", ours), param=ours)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.worker_link import WorkerLink
 
@@ -61,7 +62,9 @@ class WorkerSlot:
         }
 
 
-def report(slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int) -> HealthReport:
+def report(
+    slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int, advice: tuple[Advice, ...]
+) -> HealthReport:
     """The whole system. Workers that retire are shown and not counted."""
     expected = [slot for slot in slots if not slot.retiring]
     ready = sum(slot.serving for slot in expected)
@@ -78,4 +81,5 @@ def report(slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int
         status = HealthStatus.DEAD
     else:
         status = HealthStatus.LOADING
-    return HealthReport(status=status, workers=tuple(slot.health() for slot in slots), detail=detail)
+    workers = tuple(slot.health() for slot in slots)
+    return HealthReport(status=status, workers=workers, detail=detail, advice=advice)

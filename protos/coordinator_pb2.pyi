@@ -200,14 +200,26 @@ class GetHealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetHealthResponse(_message.Message):
-    __slots__ = ("status", "detail", "workers")
+    __slots__ = ("status", "detail", "workers", "advice")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
     status: HealthStatus
     detail: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerHealth]
-    def __init__(self, status: _Optional[_Union[HealthStatus, str]] = ..., detail: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ...) -> None: ...
+    advice: _containers.RepeatedCompositeFieldContainer[Advice]
+    def __init__(self, status: _Optional[_Union[HealthStatus, str]] = ..., detail: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., advice: _Optional[_Iterable[_Union[Advice, _Mapping]]] = ...) -> None: ...
+
+class Advice(_message.Message):
+    __slots__ = ("code", "reason", "remedy")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    reason: str
+    remedy: str
+    def __init__(self, code: _Optional[str] = ..., reason: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
     __slots__ = ("worker_id", "status", "detail", "seconds_since_heard", "steps")

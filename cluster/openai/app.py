@@ -114,6 +114,7 @@ class _Routes:
             ("/health", self.health, "GET", "HEAD"),
             ("/ready", self.ready, "GET", "HEAD"),
             ("/metrics", self.metrics, "GET"),
+            ("/stats", self.stats, "GET"),
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
@@ -213,6 +214,10 @@ class _Routes:
             logger.warning("the backend's health is unknown", exc_info=error)
             detail = f"the backend did not answer: {type(error).__name__}"
         return HealthReport(status=HealthStatus.DEAD, detail=detail)
+
+    async def stats(self) -> Response:
+        """Counts and gauges of the system and of each worker: an extension."""
+        return _json(await self._backend.stats())
 
     async def metrics(self) -> Response:
         """Prometheus text. A backend that does not answer leaves only this process's own numbers."""

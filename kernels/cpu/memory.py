@@ -62,3 +62,18 @@ def prefetch(typing_context: Any, array: Any, offset: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, types.intp), generate
+
+
+@intrinsic
+def line_elements(typing_context: Any, array: Any) -> Any:
+    """Elements of `array` in a cache line of 64 bytes.
+
+    A constant to the compiler, which `array.itemsize` is not: loops that step by that divide to find their length.
+    """
+    if not isinstance(array, types.Array):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.IntType(64)(512 // array.dtype.bitwidth)
+
+    return types.intp(array), generate

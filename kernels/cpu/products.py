@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.kernels.cpu.memory import prefetch
+from octavo.kernels.cpu.memory import line_elements, prefetch
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
@@ -123,7 +123,7 @@ def accumulate(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: 
 @compiled()
 def prefetch_block(cache: Any, at: int, size: int) -> None:
     """Ask for the `size` elements from `at` on. Blocks lie anywhere, which no prefetcher of the CPU foresees."""
-    for offset in range(0, size, 64 // cache.itemsize):
+    for offset in range(0, size, line_elements(cache)):
         prefetch(cache, at + offset)
 
 
@@ -154,7 +154,7 @@ def accumulate_few(
         c20, c21 = vload(c, c2), vload(c, c2 + LANES)
         c22, c23 = vload(c, c2 + 2 * LANES), vload(c, c2 + 3 * LANES)
         for k in range(depth):
-            for offset in range(0, 4 * LANES, 64 // later.itemsize):
+            for offset in range(0, 4 * LANES, line_elements(later)):
                 prefetch(later, later_at + k * columns + column + offset)
             b0 = b_at + k * b_stride + column
             x0, x1, x2 = vload_splat(a, a0 + k), vload_splat(a, a1 + k), vload_splat(a, a2 + k)
@@ -198,7 +198,7 @@ def _dot_three(
         b0 = b_at + column * b_stride
         b1, b2, b3 = b0 + b_stride, b0 + 2 * b_stride, b0 + 3 * b_stride
         for k in range(0, depth, LANES):
-            for offset in range(0, 4 * LANES, 64 // later.itemsize):
+            for offset in range(0, 4 * LANES, line_elements(later)):
                 prefetch(later, later_at + column * depth + 4 * k + offset)
             x0, x1, x2 = vload(a, a0 + k), vload(a, a1 + k), vload(a, a2 + k)
             y = vload(b, b0 + k)
@@ -237,7 +237,7 @@ def dot_rows(
             b0 = b_at + column * b_stride
             for k in range(0, depth, LANES):
                 if row == 0:
-                    for offset in range(0, LANES * LANES, 64 // later.itemsize):
+                    for offset in range(0, LANES * LANES, line_elements(later)):
                         prefetch(later, later_at + column * depth + k * LANES + offset)
                 x = vload(a, a_at + row * a_stride + k)
                 s0 = vfma(x, vload(b, b0 + k), s0)

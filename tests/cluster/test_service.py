@@ -395,11 +395,11 @@ class TestConfig:
             ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
             ({"preemption": "banana"}, "preemption"),
             ({"preemption": "swap", "host_blocks": 0}, "preemption"),
-            ({"host_blocks": -1}, "num_host_blocks"),
+            ({"host_blocks": -1}, "host_blocks"),
             ({"victims": "oldest"}, "victims"),
             ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
             ({"api_keys": ("",)}, "api_keys"),
-            ({"served_model_name": ""}, "served_model_names"),
+            ({"served_model_name": ""}, "served_model_name"),
         ],
     )
     def test_wrong_options_are_named(self, options, param):

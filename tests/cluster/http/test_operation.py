@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
@@ -31,7 +32,9 @@ from .conftest import Api, ScriptedBackend, Server
 def test_d22_health_and_ready(
     api: Api, backend: ScriptedBackend, status: HealthStatus, health: int, ready: int
 ) -> None:
-    backend.report = HealthReport(status=status, workers=({"worker_id": "w0", "status": "ok"},), detail="so")
+    advice = Advice("block_size", "block_size is 8", "set it to 16")
+    workers = ({"worker_id": "w0", "status": "ok"},)
+    backend.report = HealthReport(status=status, workers=workers, detail="so", advice=(advice,))
     assert api.get("/health").status_code == health
     assert api.get("/ready").status_code == ready
     assert api.send("HEAD", "/health").status_code == health
@@ -39,7 +42,9 @@ def test_d22_health_and_ready(
         "status": status.value,
         "workers": [{"worker_id": "w0", "status": "ok"}],
         "detail": "so",
+        "advice": [{"code": "block_size", "reason": "block_size is 8", "remedy": "set it to 16"}],
     }
+    assert api.get("/stats").json() == asyncio.run(backend.stats())
 
 
 def test_d22_a_backend_that_does_not_answer_is_dead(
