@@ -33,10 +33,8 @@ FILES = {
     "agentic": "agentic_claude_code_rle.jsonl.gz",
 }
 LOADS = {"low": 0.3, "middle": 0.6, "near saturation": 0.85}
-NUM_REQUESTS = {8: 500, 64: 1500, 512: 4000}
+NUM_REQUESTS = {8: 500, 64: 1500, 512: 2000}
 """Of each trace, the first: what one core does in a quarter of an hour."""
-AGENTIC_REQUESTS_MAX = 2000
-"""Its prompts are ten times as long."""
 MAX_MODEL_LEN = 131_072
 BLOCK_SIZE = 64
 
@@ -123,8 +121,7 @@ def run_cell(trace: Trace, name: str, workers: int, load: str, policy: str, devi
 
 def load_trace(data: Path, name: str, workers: int, quick: bool) -> Trace:
     trace = read_trace(data / FILES[name]).at_most(MAX_MODEL_LEN)
-    most = NUM_REQUESTS[workers] if name != "agentic" else min(AGENTIC_REQUESTS_MAX, NUM_REQUESTS[workers])
-    return trace.cut(most // (10 if quick else 1))
+    return trace.cut(NUM_REQUESTS[workers] // (10 if quick else 1))
 
 
 def table(cells: list[Cell]) -> str:
