@@ -1,27 +1,36 @@
 """Runs W1 to W5 on any engine and reports what a user of it would see.
 
-Owns the clock and the figures. An engine is two calls: `submit`, which does not wait, and `poll`, which returns what
-has been made. Standard library only: peers use it from environments of their own.
+Owns the clock, the figures and the options that all engines' scripts share. An engine is two calls: `submit`, which
+does not wait, and `poll`, which returns what has been made. Standard library only: peers use it from environments of
+their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from workloads import BenchRequest, Workloads
+from workloads import MAX_REPETITIONS, BenchRequest, Workloads, build
 
 NAMES = ("w1", "w2", "w3", "w4", "w5")
 STREAM_TOKENS_BEFORE_LONG = 16
 SECONDS_MAX = 1800.0
 
-Emission = tuple[str, int, list[int], bool]
-"""(request id, branch, new token ids, whether the branch has ended)."""
+Token = int | str
+"""An id, or the piece of text of an engine that streams no ids."""
+Emission = tuple[str, int, Sequence[Token], bool]
+"""(request id, branch, new tokens, whether the branch has ended)."""
+Figures = dict[str, dict[str, float]]
+"""By workload, then by what was measured."""
+Answers = dict[str, list[Token]]
+"""Tokens by workload/request/branch."""
 
 
 class BenchEngine(Protocol):
@@ -38,7 +47,7 @@ class Branch:
 
     submitted: float
     wanted: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     ended: bool = False
 
@@ -116,11 +125,11 @@ def _cpu_seconds() -> float:
 
 def measure(
     engine: BenchEngine, workloads: Workloads, names: Iterable[str] = NAMES
-) -> tuple[dict[str, dict[str, float]], dict[str, list[int]]]:
-    """Figures by workload, and the tokens of each branch. `workloads` must be new to the engine."""
+) -> tuple[Figures, Answers]:
+    """Figures and answers of the workloads `names`. `workloads` must be new to the engine."""
     run(engine, workloads.warm_up)
-    figures: dict[str, dict[str, float]] = {}
-    tokens: dict[str, list[int]] = {}
+    figures: Figures = {}
+    answers: Answers = {}
 
     def record(name: str, done: Run, **extra: float) -> None:
         figures[name] = {
@@ -131,7 +140,7 @@ def measure(
             "cores": done.cores,
             "load": os.getloadavg()[0],
         }
-        tokens.update({f"{name}/{key[0]}/{key[1]}": branch.tokens for key, branch in done.branches.items()})
+        answers.update({f"{name}/{key[0]}/{key[1]}": branch.tokens for key, branch in done.branches.items()})
 
     if "w1" in names:
         record("w1", run(engine, workloads.w1))
@@ -146,7 +155,7 @@ def measure(
         record("w4", run(engine, [workloads.w4]))
     if "w5" in names:
         record("w5", run(engine, [workloads.w5]))
-    return figures, tokens
+    return figures, answers
 
 
 def _long_prompt_beside_streams(engine: BenchEngine, workloads: Workloads) -> tuple[Run, dict[str, float]]:
@@ -170,10 +179,37 @@ def _long_prompt_beside_streams(engine: BenchEngine, workloads: Workloads) -> tu
     }
 
 
-def report(name: str, figures: dict[str, dict[str, float]], *, as_json: bool, **facts: Any) -> None:
-    """One line of JSON, or a table."""
+def options(description: str) -> argparse.ArgumentParser:
+    """The options of every engine's script: data, workloads, repetition, form of the figures."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    data = os.environ.get("OCTAVO_GSM8K")
+    parser.add_argument(
+        "--gsm8k", type=Path, default=data, required=data is None, help="GSM8K's test set; or OCTAVO_GSM8K"
+    )
+    parser.add_argument("--workloads", default=",".join(NAMES))
+    parser.add_argument("--repetition", type=int, choices=range(MAX_REPETITIONS), default=0)
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def bench(
+    name: str, start: Callable[[], BenchEngine], args: argparse.Namespace, without: Iterable[str] = ()
+) -> None:
+    """Start a peer, run the workloads that `args` names but those it cannot run, and print the figures."""
+    started = time.perf_counter()
+    engine = start()
+    start_seconds = round(time.perf_counter() - started, 1)
+    names = [workload for workload in args.workloads.split(",") if workload not in without]
+    figures, answers = measure(engine, build(args.gsm8k, args.model_dir, args.repetition), names)
+    report(name, figures, answers, as_json=args.json, start_seconds=start_seconds)
+
+
+def report(name: str, figures: Figures, answers: Answers, *, as_json: bool, **facts: Any) -> None:
+    """One line of JSON, with the answers, or a table."""
     if as_json:
-        print(json.dumps({"engine": name, **facts, "figures": figures}), flush=True)
+        print(json.dumps({"engine": name, **facts, "figures": figures, "answers": answers}), flush=True)
         return
     print(f"{name}  " + "  ".join(f"{key} {value}" for key, value in facts.items()))
     for workload, row in figures.items():

@@ -1,11 +1,13 @@
-"""Where a step's time goes: scheduler, wire, embedding, linears, attention, norms, head, sampler, the rest.
+"""Where a step's time goes: scheduler, wire, embedding, linears, attention, norms, head, sampler, Python overhead.
 
     python benchmarks/profile_step.py [--quantization int8] [--model FOLDER] [--steps 15] [--context 256] [--json]
 
 Steps of 1, 8, 32 and 64 decodes and of prompt chunks of 128 and 512 tokens run as the engine runs them: the real
 scheduler plans, the plan and the result go through the wire's encoding (which the in-process engine leaves out),
-the executor executes. Timers sit around the parts of the model. What is left of a step (input preparation, rotary
-embedding and activation where they are not fused, Python between the calls) is "rest".
+the executor executes. Timers sit around the parts of the model. "embedding" is that of tokens and of positions
+(rotary angles), "attention" includes the cache write with its rotation, "norms" all that is done row by row between two
+products: residual sums, norms, activation. What is left of a step (input preparation, Python between the calls, and in
+a module graph what its Python does itself) is "Python overhead".
 
 Printed are medians over the steps, each part as a share of the step and of the linears-only bound: the same
 matrix products, head included, run on the same weights with nothing between them, in turn with the steps.
@@ -47,7 +49,7 @@ PARTS = (
     "norms",
     "head",
     "sampler",
-    "rest",
+    "Python overhead",
 )
 DECODES = (1, 8, 32, 64)
 CHUNKS = (128, 512)
@@ -93,6 +95,7 @@ def instrumented(executor: Executor) -> Iterator[Timers]:
     if runner._decoder is not None:
         decoder = runner._decoder
         patch(decoder, "embed", "embedding")
+        patch(decoder, "_angles", "embedding")
         patch(decoder, "head", "head")
         for layer in decoder.layers:
             for name in ("qkv", "output", "gate_up", "down"):
@@ -104,12 +107,13 @@ def instrumented(executor: Executor) -> Iterator[Timers]:
                 patch(child, "forward", "head")
             elif isinstance(child, (torch.nn.Linear, LinearModule)):
                 patch(child, "forward", "linears")
-            elif isinstance(child, torch.nn.Embedding):
+            elif isinstance(child, torch.nn.Embedding) or "Rotary" in type(child).__name__:
                 patch(child, "forward", "embedding")
-            elif "Norm" in type(child).__name__:
+            elif "Norm" in type(child).__name__ or ".activation" in type(child).__module__:
                 patch(child, "forward", "norms")
     patch(executor._sampler, "sample", "sampler")
-    patch(dispatch, "rms_norm", "norms")
+    for name in ("rms_norm", "silu_mul"):
+        patch(dispatch, name, "norms")
     for name in ("write_kv", "write_kv_rope", "paged_attention"):
         patch(dispatch, name, "attention")
     try:
@@ -168,7 +172,7 @@ class Driver:
         parts["scheduler"] = planned - start + ended - returned
         parts["wire"] = received - planned + returned - executed
         parts["step"] = ended - start
-        parts["rest"] = parts["step"] - sum(parts.get(part, 0.0) for part in PARTS if part != "rest")
+        parts["Python overhead"] = parts["step"] - sum(parts.get(part, 0.0) for part in PARTS[:-1])
         return plan.num_scheduled_tokens, parts
 
 

@@ -1,8 +1,11 @@
-"""CPU time of plan + commit for a steady batch of decodes, by batch size and context length.
+"""CPU time of a step's bookkeeping for a steady batch of decodes: plan, encode, decode, commit.
 
     python benchmarks/scheduler_step.py [--rows 256] [--steps 300]
 
-The scheduler's share of every step; must not depend on the context. Prints medians and the 10th to 90th percentile.
+What a step costs besides the model: the scheduler plans, the plan goes to bytes and back, so does the result, the
+scheduler commits. Both ends of the wire are counted, though on a cluster they are two processes. Must not depend on
+the context. Counted is the thread's CPU time, so other work on the machine shows only through the caches. Printed
+are medians and the 10th to 90th percentile over the steps.
 """
 
 from __future__ import annotations
@@ -10,44 +13,77 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 
 import numpy as np
 
+from octavo.protos import worker_pb2
+from octavo.protos.codec import decode_plan, decode_result, encode_plan, encode_result
 from octavo.protos.types import Request, SamplingParams, StepResult
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 
+CONTEXTS = (64, 1024, 4096)
+PARTS = ("plan", "encode", "decode", "commit")
 
-def measure(rows: int, context: int, steps: int) -> tuple[list[float], list[float]]:
-    config = SchedulerConfig(
-        num_blocks=rows * (context // 16 + 60),
-        max_num_seqs=rows,
-        max_num_batched_tokens=max(8192, rows),
-        max_model_len=context + 2000,
+
+def steady_scheduler(rows: int, context: int, steps: int) -> Scheduler:
+    """A scheduler with `rows` requests of `context` tokens, enough for all to decode `steps` times together."""
+    budget = max(8192, rows)
+    prefill_steps = -(-rows * context // (budget - rows)) + 1
+    max_tokens = prefill_steps + steps
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=rows * ((context + max_tokens) // 16 + 2),
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=context + max_tokens,
+        )
     )
-    scheduler = Scheduler(config)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
     for i in range(rows):
         prompt = np.full(context, i, np.int32)
-        params = SamplingParams(max_tokens=900, temperature=0)
         scheduler.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params, seed=0), 0.0)
-    plan_seconds: list[float] = []
-    commit_seconds: list[float] = []
-    steady = 0
-    while steady < steps:
-        start = time.perf_counter()
+    return scheduler
+
+
+def measure(rows: int, context: int, steps: int) -> dict[str, list[float]]:
+    """CPU seconds of every step by part, and their "sum"."""
+    scheduler = steady_scheduler(rows, context, steps)
+    clock = time.thread_time
+    seconds: dict[str, list[float]] = defaultdict(list)
+    while len(seconds["sum"]) < steps:
+        started = clock()
         plan = scheduler.plan(0.0)
-        planned = time.perf_counter()
+        planned = clock()
         assert plan is not None
-        tokens = np.full(len(plan.sample_rows), 5, np.int32)
-        result = StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=tokens, step_seconds=0.01)
-        before = time.perf_counter()
+        sent = encode_plan(plan).SerializeToString()
+        plan_encoded = clock()
+        received = decode_plan(worker_pb2.StepPlan.FromString(sent))
+        plan_decoded = clock()
+        tokens = np.full(len(received.sample_rows), 5, np.int32)
+        result = StepResult(
+            step_id=received.step_id, epoch=received.epoch, token_ids=tokens, step_seconds=0.01
+        )
+        executed = clock()
+        sent = encode_result(result).SerializeToString()
+        result_encoded = clock()
+        result = decode_result(worker_pb2.StepResult.FromString(sent))
+        result_decoded = clock()
         scheduler.commit(result, 0.0)
-        done = time.perf_counter()
-        if plan.num_scheduled_tokens == rows:
-            steady += 1
-            plan_seconds.append(planned - start)
-            commit_seconds.append(done - before)
-    return plan_seconds, commit_seconds
+        committed = clock()
+        if plan.num_scheduled_tokens != rows:
+            continue
+        parts = (
+            planned - started,
+            plan_encoded - planned + result_encoded - executed,
+            plan_decoded - plan_encoded + result_decoded - result_encoded,
+            committed - result_decoded,
+        )
+        for name, part in zip(PARTS, parts, strict=True):
+            seconds[name].append(part)
+        seconds["sum"].append(sum(parts))
+    return seconds
 
 
 def main() -> None:
@@ -57,13 +93,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    for context in (64, 1024, 4096):
-        for name, values in zip(("plan", "commit"), measure(args.rows, context, args.steps), strict=True):
-            deciles = statistics.quantiles([1e6 * value for value in values], n=10)
-            print(
-                f"{args.rows} rows, context {context}: {name} {statistics.median(values) * 1e6:.0f} us "
-                f"({deciles[0]:.0f} to {deciles[-1]:.0f})"
-            )
+    print(f"CPU time of a step of {args.rows} decodes, microseconds")
+    print("| context |", " | ".join((*PARTS, "sum")), "|")
+    print("|---" * (len(PARTS) + 2) + "|")
+    for context in CONTEXTS:
+        seconds = measure(args.rows, context, args.steps)
+        cells = []
+        for name in (*PARTS, "sum"):
+            microseconds = [1e6 * value for value in seconds[name]]
+            deciles = statistics.quantiles(microseconds, n=10)
+            cells.append(f"{statistics.median(microseconds):.0f} ({deciles[0]:.0f} to {deciles[-1]:.0f})")
+        print(f"| {context:,} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
 
 The data's path may also stand in OCTAVO_GSM8K. Prints figures by workload (see `workloads.py` and `drive.py`); with
 `--tokens FILE` writes every branch's token ids there, and with `--compare FILE` says how far they equal those of an
-earlier run: whole answers, and tokens before the first difference. `peers/` holds the same for other engines.
+earlier run: whole answers, and tokens before the first difference. `peers/` holds the same for other engines, and
+`contest.py` runs all of them in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import queue
 import sys
 import time
@@ -24,7 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))  # the peers' environments have no other way either
 
 import drive
-from workloads import MAX_REPETITIONS, BenchRequest, build
+from agreement import agreement
+from workloads import BenchRequest, build
 
 from octavo import Engine
 from octavo.protos.types import OutputDelta, Request, SamplingParams
@@ -69,56 +69,34 @@ class OctavoEngine:
             yield name, delta.branch, list(delta.token_ids), delta.finish_reason is not None
 
 
-def compare(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> dict[str, Any]:
-    """How many greedy answers are equal, and what share of their tokens stands before a first difference."""
-    both = [name for name in ours if name in theirs and not name.startswith("w4/")]
-    equal = sum(ours[name] == theirs[name] for name in both)
-    shared = 0
-    for name in both:
-        pairs = zip(ours[name], theirs[name], strict=True)
-        shared += next((i for i, (a, b) in enumerate(pairs) if a != b), len(ours[name]))
-    total = sum(len(ours[name]) for name in both)
-    return {"equal_answers": f"{equal}/{len(both)}", "tokens_before_difference": round(shared / total, 3)}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gsm8k", type=Path, default=os.environ.get("OCTAVO_GSM8K"))
+    parser = drive.options(__doc__ or "")
     parser.add_argument("--model", help="as `octavo serve --model`; default: the default model")
     parser.add_argument("--quantization")
-    parser.add_argument("--workloads", default=",".join(drive.NAMES))
-    parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--budget", type=int, default=512, help="tokens a step")
+    parser.add_argument("--itl-target", type=float, help="seconds a step may take")
     parser.add_argument("--tokens", type=Path, help="write token ids here")
     parser.add_argument("--compare", type=Path, help="with token ids written before")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.gsm8k is None:
-        parser.error("--gsm8k or OCTAVO_GSM8K must name GSM8K's test set (JSON lines of question and answer)")
     folder = resolve_model(args.model).folder
-    tokens: dict[str, list[int]] = {}
     started = time.perf_counter()
     with Engine(
         args.model,
         quantization=args.quantization,
         max_num_batched_tokens=args.budget,
+        itl_target=args.itl_target,
         max_num_seqs=64,
         num_blocks=2048,
         host_blocks=0,
     ) as engine:
         facts: dict[str, Any] = {"start_seconds": round(time.perf_counter() - started, 1)}
-        bench = OctavoEngine(engine)
-        for repetition in range(min(args.repetitions, MAX_REPETITIONS)):
-            workloads = build(args.gsm8k, folder, repetition)
-            figures, made = drive.measure(bench, workloads, args.workloads.split(","))
-            tokens |= {f"{name}/{repetition}": ids for name, ids in made.items()}
-            if args.compare:
-                facts |= compare(tokens, json.loads(args.compare.read_text(encoding="utf-8")))
-            drive.report(f"octavo {args.quantization or 'fp32'}", figures, as_json=args.json, **facts)
+        workloads = build(args.gsm8k, folder, args.repetition)
+        figures, answers = drive.measure(OctavoEngine(engine), workloads, args.workloads.split(","))
+    if args.compare:
+        facts |= agreement(answers, json.loads(args.compare.read_text(encoding="utf-8")))
+    drive.report(f"octavo {args.quantization or 'fp32'}", figures, answers, as_json=args.json, **facts)
     if args.tokens:
-        args.tokens.write_text(json.dumps(tokens), encoding="utf-8")
+        args.tokens.write_text(json.dumps(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":

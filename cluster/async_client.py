@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from octavo.cluster.client_http import (
     reply_of,
     retry_after_of,
 )
+from octavo.cluster.client_jobs import AsyncBatches, AsyncFiles
 from octavo.cluster.client_protocol import Prompt
 from octavo.cluster.outputs import RequestOutput
 from octavo.cluster.progress import progress_bar
@@ -281,19 +282,58 @@ class AsyncClient:
                 "the server's list of models is not of OpenAI's shape"
             ) from problem
 
-    async def health(self) -> dict[str, Any]:
-        """What `/health` says, asked once. Raises `UnavailableError` when the server is not well or not
-        there.
+    async def health(self, *, check: bool = True) -> dict[str, Any]:
+        """What `/health` says, asked once. Raises `UnavailableError` when the server is not there, and with `check`
+        when it is not well.
         """
         reply = reply_of(await self._send("GET", "/health"))
-        reply.raise_for_status()
-        return reply.body if isinstance(reply.body, dict) else {}
+        told = isinstance(reply.body, dict) and "status" in reply.body
+        if check or not told:
+            reply.raise_for_status()
+        return reply.body if told else {}
+
+    @property
+    def files(self) -> AsyncFiles:
+        """Files that the server keeps."""
+        return AsyncFiles(self)
+
+    @property
+    def batches(self) -> AsyncBatches:
+        """Files of requests that the server answers by itself."""
+        return AsyncBatches(self)
 
     async def get(self, path: str) -> Any:
         """Decoded body of a GET; retried like any call. Raises the error of a status of 400 or more."""
-        reply = reply_of(await self._with_retries(lambda: self._send("GET", path)))
+        return await self.call("GET", path)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        retry: bool = True,
+        **form: Any,
+    ) -> Any:
+        """Decoded body of a call of the API. `retry` False: for what would be done twice if it were tried twice.
+        `form`: `data` and `files` of httpx, in place of a JSON body. Raises the error of a status of 400 or more."""
+        send = lambda: self._send(method, path, body, **form)  # noqa: E731
+        reply = reply_of(await (self._with_retries(send) if retry else send()))
         reply.raise_for_status()
         return reply.body
+
+    async def download(self, path: str) -> AsyncIterator[bytes]:
+        """Bytes of a GET as they come. Raises as `get`, and `UnavailableError` when they end too early."""
+        response = await self._with_retries(lambda: self._send("GET", path, stream=True))
+        try:
+            if response.status_code >= 400:
+                await mapped(response.aread(), self.base_url)
+                reply_of(response).raise_for_status()
+            chunks = response.aiter_bytes()
+            while (chunk := await mapped(anext(chunks, None), self.base_url)) is not None:
+                yield chunk
+        finally:
+            await response.aclose()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Reply:
         """Send one call as it is, within the concurrency bound and with retries; any final status is
@@ -349,7 +389,13 @@ class AsyncClient:
         return self._slots
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, stream: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        stream: bool = False,
+        **form: Any,
     ) -> httpx.Response:
         """One try. Raises `OctavoError`; the cause is httpx's own error."""
         http = self._client()
@@ -361,7 +407,7 @@ class AsyncClient:
                 content = orjson.dumps(body)
             except TypeError as problem:  # lone surrogates, integers beyond 64 bits
                 raise errors.InvalidRequestError(f"the request is not valid JSON: {problem}") from problem
-        request = http.build_request(method, path, content=content, headers=headers)
+        request = http.build_request(method, path, content=content, headers=headers, **form)
         return await mapped(http.send(request, stream=stream), self.base_url)
 
     async def _with_retries(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:

@@ -62,12 +62,12 @@ class BatchInput:
         self._file = file
 
     @classmethod
-    def open(cls, path: str | Path) -> BatchInput:
+    def open(cls, path: str | Path, urls: Sequence[str] = URLS) -> BatchInput:
         """Read and check the whole file.
 
         Raises `ConfigError` when it cannot be read, and `InvalidRequestError` that names line and id of the
         first `MAX_PROBLEMS_SHOWN` problems: bad JSON, a missing, empty, overlong or repeated `custom_id`, a
-        method that is not POST, a url that is not one of `URLS`, a body that is no object or asks to stream.
+        method that is not POST, a url that is not one of `urls`, a body that is no object or asks to stream.
         """
         path = Path(path)
         try:
@@ -76,7 +76,7 @@ class BatchInput:
             raise _file_error("read", path, problem) from problem
         try:
             digest = hashlib.sha256()
-            lines, problems = scan_lines(file, digest.update)
+            lines, problems = scan_lines(file, digest.update, urls=urls)
             if not lines and not problems:
                 raise errors.InvalidRequestError(f"{path} holds no requests", param="input")
             if problems:

@@ -24,6 +24,7 @@ from octavo.cluster.async_client import (
     ModelCard,
 )
 from octavo.cluster.client_http import Reply
+from octavo.cluster.client_jobs import Batches, Files
 from octavo.cluster.client_protocol import Prompt
 from octavo.cluster.outputs import RequestOutput
 from octavo.cluster.text_stream import TextStream
@@ -130,9 +131,19 @@ class Client:
         """See `AsyncClient.models`."""
         return self._run(self._client.models())
 
-    def health(self) -> dict[str, Any]:
+    def health(self, *, check: bool = True) -> dict[str, Any]:
         """See `AsyncClient.health`."""
-        return self._run(self._client.health())
+        return self._run(self._client.health(check=check))
+
+    @property
+    def files(self) -> Files:
+        """See `AsyncClient.files`."""
+        return Files(self._client.files, self._run)
+
+    @property
+    def batches(self) -> Batches:
+        """See `AsyncClient.batches`."""
+        return Batches(self._client.batches, self._run)
 
     def get(self, path: str) -> Any:
         """See `AsyncClient.get`."""

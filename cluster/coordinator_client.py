@@ -22,6 +22,7 @@ from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_servicer import decode_health
 from octavo.cluster.delivered import Delivered
 from octavo.cluster.forking import TokensSoFar
+from octavo.cluster.metrics.wire_bytes import WireBytes
 from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import (
@@ -87,6 +88,7 @@ class GrpcBackend:
         self._resume_wait_seconds = resume_wait_seconds
         self._clock = clock
         self._access = access
+        self._wire_bytes = WireBytes()
         self._lost_at = clock()
         self._calls: dict[str, _Call] = {}
         """By request id, in order of arrival. One that has its terminal reply is not in it."""
@@ -190,7 +192,7 @@ class GrpcBackend:
         """Raises `UnavailableError` while the coordinator cannot be asked."""
         response = await self._ask("GetStats", coordinator_pb2.GetStatsRequest())
         stats: dict[str, Any] = json.loads(response.stats_json)
-        return stats
+        return {**stats, "ingress_wire_bytes": self._wire_bytes.snapshot()}
 
     async def _ask(self, method: str, request: Any) -> Any:
         if self._stub is None:
@@ -287,7 +289,7 @@ class GrpcBackend:
         was_up = False
         reason = "the coordinator ended the stream"
         async with self._access.channel(address, self._keepalive_seconds) as channel:
-            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._wire_bytes.channel(channel))
             call = stub.Serve(_drain(commands), metadata=self._access.metadata)
             try:
                 await self._check_hello(address, call)

@@ -34,6 +34,8 @@ class CoordinatorConfig:
     seed: int = 0
     router_policy: str = "predicted_ttft"
     """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
+    recording: str | None = None
+    """Append every call and decision to this file (`recording.py`)."""
     setup_advice: tuple[Advice, ...] = ()
     """What was found against the options before the start."""
     access: Access = OPEN

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from octavo.cluster import worker_slot
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
+from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
+from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
 from octavo.cluster.waiting_room import WaitingRoom
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
@@ -34,6 +38,7 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
@@ -42,7 +47,6 @@ from octavo.scheduler.step_time import StepTimeModel
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
-_RETIRE_CHECK_SECONDS = 0.05
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
@@ -69,7 +73,14 @@ class CoordinatorCore:
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
         self._timelines = Timelines(clock)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
+        self._recorder: Recorder | None = None
+        self._departures = Departures(self._slots, self._requests, clock=clock, end_process=on_stuck)
         self._router = Router(config.seed, policy=config.router_policy)
+        if config.recording is not None:
+            self._recorder = Recorder(Path(config.recording))
+            self._recorder.start(config.seed, config.router_policy, config.scheduler_options)
+            self._router = RecordedRouter(self._recorder, config.seed, policy=config.router_policy)
+        self._router_meter = RouterMeter()
         self._guards = Guards(
             config.setup_advice, prefix_cache=bool(config.scheduler_options.get("prefix_cache", True))
         )
@@ -83,8 +94,9 @@ class CoordinatorCore:
 
     # --- workers -------------------------------------------------------------------------------------------
 
-    def announce(self, worker_id: str, address: str) -> None:
-        """A worker that nobody is attached to says where it is. Attaches, unless that is under way.
+    def announce(self, worker_id: str, address: str, node_id: str | None = None) -> None:
+        """A worker that nobody is attached to says where it is. Attaches, unless that is under way, or its node is
+        about to go.
 
         Raises `ConfigError` for an id that is not expected.
         """
@@ -98,6 +110,12 @@ class CoordinatorCore:
                 return
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
+        slot.node_id = node_id
+        if self._departures.refuses(slot):
+            return
+        if slot.leaving is not None:
+            slot.leaving.cancel()
+            slot.leaving = None
         slot.address = address
         slot.task = asyncio.create_task(self._attend(slot, address))
 
@@ -154,7 +172,10 @@ class CoordinatorCore:
         # Once this returns the link serves.
         loop.call_soon(self._place_waiting)
         options = dict(self.config.scheduler_options)
-        return Scheduler(scheduler_config(info, epoch, options), StepTimeModel.of_worker(info))
+        limits, step_time = scheduler_config(info, epoch, options), StepTimeModel.of_worker(info)
+        if self._recorder is None:
+            return Scheduler(limits, step_time)
+        return RecordedScheduler(self._recorder, self._recorder.join(info, epoch), limits, step_time)
 
     def _on_lost(self, link: WorkerLink, error: OctavoError) -> None:
         """The requests of a lost worker go on elsewhere."""
@@ -194,7 +215,7 @@ class CoordinatorCore:
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
-            self._timelines.observe(events, worker_id)
+            self._on_routed(events, worker_id)
             self._put(entry, worker_id)
 
     def _keep_counts(self, link: WorkerLink) -> None:
@@ -207,8 +228,12 @@ class CoordinatorCore:
         return {
             slot.worker_id: slot.link.scheduler
             for slot in self._slots.values()
-            if slot.link is not None and slot.serving and not slot.retiring
+            if slot.link is not None and slot.takes_requests
         }
+
+    def _on_routed(self, events: list[Event], worker_id: str) -> None:
+        self._timelines.observe(events, worker_id)
+        self._router_meter.observe(events)
 
     def _put(self, entry: OpenRequest, worker_id: str) -> None:
         """Its scheduler has it; now it is known to run there."""
@@ -223,32 +248,12 @@ class CoordinatorCore:
         return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
 
     async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
-        """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`
-        at most; what is left then goes on elsewhere. Returns when they are gone; may be called again meanwhile.
+        """See `Departures.expect`."""
+        await self._departures.expect(worker_ids, grace_seconds)
 
-        Raises `ConfigError` for no worker at all.
-        """
-        if not worker_ids:
-            raise ConfigError("at least one worker is needed", param="worker_ids")
-        for worker_id in worker_ids:
-            slot = self._slots.setdefault(worker_id, WorkerSlot(worker_id))
-            slot.retiring = False
-        leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
-        for slot in leaving:
-            slot.retiring = True
-        deadline = self._clock() + grace_seconds
-        while self._clock() < deadline and any(map(self._runs_anything, leaving)):
-            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
-        for slot in leaving:
-            if slot.retiring and self._slots.get(slot.worker_id) is slot:
-                logger.info("worker %s is let go", slot.worker_id)
-                if slot.task is not None:
-                    slot.task.cancel()
-                    await asyncio.gather(slot.task, return_exceptions=True)
-                del self._slots[slot.worker_id]
-
-    def _runs_anything(self, slot: WorkerSlot) -> bool:
-        return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
+    def leave_nodes(self, nodes: Mapping[str, float]) -> None:
+        """See `Departures.leave_nodes`."""
+        self._departures.leave_nodes(nodes)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -264,7 +269,7 @@ class CoordinatorCore:
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
-        self._timelines.observe(events, worker_id)
+        self._on_routed(events, worker_id)
         self._guards.on_request(request)
         self._put(self._requests.open(request, sink), worker_id)
 
@@ -372,17 +377,38 @@ class CoordinatorCore:
 
     async def close(self) -> None:
         """End every worker stream. Workers finish their running step and wait for the next epoch."""
-        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        tasks = [
+            task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._waiting.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # --- what can be asked ---------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def load(self) -> FleetLoad:
+        """For the autoscaling policy."""
+        totals = self._totals()
+        schedulers = self._schedulers()
+        return FleetLoad.of(
+            self._router.outlook(schedulers),
+            num_expected=len(self.expected_workers),
+            num_serving=len(schedulers),
+            prompt_tokens=totals["scheduled_tokens"] - totals["sampled_tokens"],
+            preemptions=sum(totals["preemptions"].values()) if totals["preemptions"] else 0,
+        )
+
+    def _totals(self) -> dict[str, Any]:
+        """Of all workers together, lost ones included."""
+        live = [slot.link.scheduler.snapshot() for slot in self._slots.values() if slot.link and slot.serving]
+        return total(live, [] if self._lost_counts is None else [self._lost_counts])
 
     def health(self) -> HealthReport:
         """Never waits for anything."""
@@ -400,9 +426,13 @@ class CoordinatorCore:
         return {
             **total(workers.values(), lost),
             "requests": dict(self._requests.counts),
+            "request_errors": dict(self._requests.errors),
             "unfinished": len(self._requests),
             "moved": self._num_moved,
             "preemptions_last_minute": self._guards.num_preempted(self._clock()),
             "without_worker": sum(entry.link is None for entry in self._requests),
+            "router": {**self._router_meter.snapshot(), "index_bytes": self._router.index_bytes},
+            "worker_statuses": worker_slot.count_by_status(self._slots.values()),
+            "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }

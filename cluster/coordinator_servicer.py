@@ -178,8 +178,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:
-        stats = {**self._core.stats(), "ingresses": len(self._ingresses)}
-        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(stats))
+        return coordinator_pb2.GetStatsResponse(stats_json=json.dumps(self.stats()))
+
+    def stats(self) -> dict[str, Any]:
+        """Of the whole system, as ingresses are told."""
+        return {**self._core.stats(), "ingresses": len(self._ingresses)}
 
     async def GetHealth(
         self, request: coordinator_pb2.GetHealthRequest, context: grpc.aio.ServicerContext
@@ -244,18 +247,21 @@ class CoordinatorServer:
 
     def __init__(self, core: CoordinatorCore, *, interface: Interface = LOOPBACK) -> None:
         """Callers must have the access of `core.config`."""
-        self._core = core
+        self._servicer = CoordinatorServicer(core)
+        self._access = core.config.access
         self._interface = interface
-        self._server = core.config.access.server(core.config.keepalive_seconds)
+        self._server = self._access.server(core.config.keepalive_seconds)
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
-        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-            CoordinatorServicer(self._core), self._server
-        )
-        address = self._core.config.access.listen(self._server, self._interface)
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self._servicer, self._server)
+        address = self._access.listen(self._server, self._interface)
         await self._server.start()
         return address
+
+    def stats(self) -> dict[str, Any]:
+        """See `CoordinatorServicer.stats`."""
+        return self._servicer.stats()
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Streams that are open after the grace time are cut."""

@@ -14,6 +14,9 @@ from octavo.cluster.engine_loop import EngineLoop
 from octavo.cluster.forking import TokensSoFar
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
+WORKER_ID = "engine"
+"""What the only worker is called where others have names."""
+
 
 class EngineBackend:
     """Implements `octavo.cluster.backend.Backend`. Closing the engine is its owner's business."""
@@ -59,4 +62,5 @@ class EngineBackend:
         return HealthReport(status=status, detail="" if error is None else error.message)
 
     async def stats(self) -> dict[str, Any]:
-        return self._loop.snapshot()
+        counts = self._loop.snapshot()
+        return {**counts, "workers": {WORKER_ID: counts}}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import parent_of
+from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.timeline import Timelines
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
 from octavo.protos.types import FinishReason, Int32Array, OutputDelta, Request, StepPlan, StepResult
@@ -49,6 +50,7 @@ class EngineLoop:
         self._executor = executor
         self._clock = clock
         self._timelines = Timelines(clock)
+        self._meter = WorkerMeter(scheduler.config.max_num_seqs)
         self._lock = threading.Lock()
         """Held around every touch of the scheduler, never around a step."""
         self._work = threading.Condition(self._lock)
@@ -67,7 +69,7 @@ class EngineLoop:
         """
         with self._work:
             self._check_open()
-            self._timelines.observe(self._scheduler.add(request, self._clock()))
+            self._observe(self._scheduler.add(request, self._clock()))
             self._sinks[request.request_id] = sink
             self._work.notify()
 
@@ -104,8 +106,9 @@ class EngineLoop:
         return self._error
 
     def snapshot(self) -> dict[str, Any]:
+        """Counts now, and totals so far."""
         with self._lock:
-            return self._scheduler.snapshot()
+            return {**self._scheduler.snapshot(), **self._meter.snapshot()}
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` on a broken invariant of the scheduler's or the worker's ledger."""
@@ -159,7 +162,12 @@ class EngineLoop:
             while self._abandoned:
                 self._outbox += self._told(self._scheduler.abort(self._abandoned.popleft(), self._clock()))
             self._outbox += self._told(self._scheduler.expire(self._clock()))
-            plan = self._scheduler.plan(self._clock())
+            began = self._clock()
+            plan = self._scheduler.plan(began)
+            if plan is not None:
+                self._meter.on_plan(
+                    plan, budget_tokens=self._scheduler.budget_tokens, seconds=self._clock() - began
+                )
             outbox, self._outbox = self._outbox, deque()
         self._deliver(outbox)
         if plan is None:
@@ -167,14 +175,21 @@ class EngineLoop:
             return True
         result = self._executor.execute(plan)
         with self._lock:
-            deltas = self._told(self._scheduler.commit(result, self._clock()))
+            now = self._clock()
+            events = self._scheduler.commit(result, now)
+            self._meter.on_result(result, now, seconds=self._clock() - now)
+            deltas = self._told(events)
         self._deliver(deltas)
         return True
 
     def _told(self, events: list[Event], error: OctavoError | None = None) -> list[OutputDelta]:
-        """What callers get to see of `events`, which go into the timelines. Under the lock."""
-        self._timelines.observe(events)
+        """What callers get to see of `events`, which are observed first. Under the lock."""
+        self._observe(events)
         return deltas_of(events, error)
+
+    def _observe(self, events: list[Event]) -> None:
+        self._timelines.observe(events)
+        self._meter.observe(events)
 
     def _deliver(self, deltas: list[OutputDelta] | deque[OutputDelta]) -> None:
         for delta in deltas:

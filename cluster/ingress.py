@@ -6,6 +6,7 @@ imports neither torch nor transformers: it needs the tokenizer and `ModelInfo`, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cluster.coordinator import find_coordinator
 from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.metrics.exposition import Family
+from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
@@ -31,8 +34,11 @@ MAX_ONGOING_REQUESTS = 8192
 """Calls in one replica. Above the front door's own limit, whose refusals are in OpenAI's shape."""
 MAX_QUEUED_REQUESTS = 1024
 """Calls that wait at each proxy for a replica; Serve refuses the next with 503."""
-GRACEFUL_SHUTDOWN_SECONDS = 2.0
-"""The coordinator has been drained before a replica is told to end."""
+GRACEFUL_SHUTDOWN_SECONDS = 30.0
+"""A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
+HEAD_NODE = {"node:__internal_head__": 0.001}
+"""Ray's mark of the head node. The proxy is there, and with it all connections: a replica elsewhere would be one more
+node whose loss breaks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +64,20 @@ def build_app(config: IngressConfig) -> FastAPI:
     backend = GrpcBackend(model, find_coordinator, access=config.access)
     app = create_app(backend, tokenizer, config.http)
 
+    async def families() -> list[Family]:
+        return app.state.metrics.families()
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         backend.start()
+        publishing = asyncio.create_task(keep_publishing(families))
         jobs = app.state.jobs
         if jobs is not None:
             # Batches that an earlier process had begun go on.
             jobs.start()
         yield
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
         if jobs is not None:
             await jobs.close()
         await backend.close()
@@ -93,7 +105,7 @@ def ingress_application(config: IngressConfig) -> serve.Application:
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
         # Placed beside the workers, which have claimed the cores.
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
     )
     application: serve.Application = deployment.bind()
     return application

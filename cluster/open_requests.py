@@ -7,6 +7,7 @@ chosen: `coordinator_core.py` sets `link`, and finds here who has none.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,6 +59,8 @@ class OpenRequests:
         """`on_end`: request id and outcome, one of `counts`, of each that ends."""
         self._on_end = on_end
         self.counts = dict.fromkeys(("submitted", "rejected", "finished", "failed", "aborted"), 0)
+        self.errors: Counter[str] = Counter()
+        """Requests that failed, by class of `errors.py`."""
         self.idle = asyncio.Event()
         """Set while there is none."""
         self.idle.set()
@@ -99,6 +102,8 @@ class OpenRequests:
                 continue
             batches.setdefault(id(entry.sink), (entry.sink, []))[1].append(delta)
             if delta.request_finished:
+                if delta.error is not None:
+                    self.errors[delta.error_name or RequestFailedError.__name__] += 1
                 self.close(entry, "finished" if delta.error is None else "failed")
         for sink, batch in batches.values():
             sink.push(batch)
@@ -109,6 +114,7 @@ class OpenRequests:
         """The terminal reply is `error`."""
         if not self.close(entry, "failed"):
             return
+        self.errors[type(error).__name__] += 1
         if entry.link is not None:
             entry.link.abort(entry.request.request_id)
         entry.sink.push(entry.so_far.end(FinishReason.ERROR, self._clock(), error=error))

@@ -57,6 +57,9 @@ RAY_STARTS_MAX = 2
 FREE_PORTS = range(20_000, 32_000)
 """Where port 0 is sought: below the ports that systems hand out to clients."""
 
+SERVE_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
+"""Name of the actor that is there while Serve runs in a cluster."""
+
 OnProgress = Callable[[str], None]
 
 
@@ -77,6 +80,7 @@ class Service:
         self._fleet: Fleet | None = None
         self._scaler: Scaler | None = None
         self._serve_started = False
+        self._serve_was_there = False
         self._ray_started = False
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
@@ -168,10 +172,11 @@ class Service:
 
     def _start_actors(self) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
         from octavo.cluster.coordinator_config import CoordinatorConfig
-        from octavo.cluster.fleet import Fleet, check_resources
+        from octavo.cluster.fleet import Fleet, check_resources, obtainable_resources
         from octavo.cluster.scaling import Scaler
         from octavo.worker.actor import build_executor
 
@@ -180,7 +185,7 @@ class Service:
         if device == "auto":
             device = "cuda" if offered.get("GPU", 0) >= self.config.num_workers else "cpu"
         configs = self.config.worker_configs(cores=int(offered.get("CPU", 1)), device=device)
-        check_resources(configs, offered)
+        check_resources(configs, obtainable_resources())
         loopback = self.config.ray_address is None
         coordinator_config = CoordinatorConfig(
             worker_ids=tuple(config.worker_id for config in configs),
@@ -188,13 +193,23 @@ class Service:
             seed=self.config.seed,
             router_policy=self.config.router_policy,
             setup_advice=self.config.setup_advice(),
+            recording=self.config.recording,
             access=self._access,
         )
         try:
             self._coordinator = (
                 ray.remote(Coordinator)
-                .options(name=COORDINATOR_NAME, namespace=NAMESPACE, max_restarts=-1, num_cpus=0)
-                .remote(coordinator_config, loopback=loopback)
+                .options(
+                    name=COORDINATOR_NAME,
+                    namespace=NAMESPACE,
+                    max_restarts=-1,
+                    num_cpus=0,
+                    # Beside its owner, this process, without which it ends anyway: no other node's loss is its own.
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        ray.get_runtime_context().get_node_id(), soft=True
+                    ),
+                )
+                .remote(coordinator_config, loopback=loopback, autoscaling=self.config.autoscaling())
             )
         except ValueError as error:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
@@ -216,6 +231,8 @@ class Service:
 
         from octavo.cluster.ingress import APP_NAME, IngressConfig, ingress_application
 
+        known = ray.util.list_named_actors(all_namespaces=True)
+        self._serve_was_there = any(actor["name"] == SERVE_CONTROLLER for actor in known)
         quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         config = IngressConfig(
@@ -334,14 +351,17 @@ class Service:
             logger.warning("the coordinator could not be drained: %s", type(error).__name__)
 
     def _leave_cluster(self) -> None:
-        """What is ours goes; the cluster and its Serve stay."""
+        """What is ours goes; the cluster stays, and so does its Serve if it was there before."""
         import ray
         from ray import serve
 
         from octavo.cluster.ingress import APP_NAME
 
-        if self._serve_started:
+        if self._serve_started and self._serve_was_there:
             serve.delete(APP_NAME)
+        elif self._serve_started:
+            # Its proxy would hold the port.
+            serve.shutdown()
         if self._fleet is not None:
             self._fleet.kill()
         if self._coordinator is not None:

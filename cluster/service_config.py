@@ -20,6 +20,7 @@ from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
 from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
+from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy
 from octavo.worker.config import DEVICES, DTYPES, QUANTIZATIONS, WorkerConfig
@@ -28,12 +29,18 @@ from octavo.worker.model_cache import cache_root
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """In the name of a folder."""
 _HTTP, _SCHEDULER = HttpConfig(), SchedulerConfig(num_blocks=1)
+_AUTOSCALING = AutoscalingConfig(workers_max=1)
 _WORKER = WorkerConfig(worker_id="worker-0")
 """Whose defaults are the system's."""
 _OPTION_OF = {
     "num_host_blocks": "host_blocks",
     "num_threads": "threads_per_worker",
     "served_model_names": "served_model_name",
+    "workers_min": "scale_min",
+    "workers_max": "scale_max",
+    "wait_target": "scale_wait_target",
+    "up_after": "scale_up_after",
+    "down_after": "scale_down_after",
 }
 """A part's name of an option -> ours, where they differ."""
 _HTTP_LIMITS = (
@@ -77,6 +84,28 @@ class ServiceConfig(BaseModel):
     )
 
     num_workers: int = _option(1, "Machines", "Worker processes, one device each.", flag="--workers")
+    scale_max: int | None = _option(
+        None,
+        "Machines",
+        "Let the number of workers follow the load, up to so many. Unset: it stays.",
+    )
+    scale_min: int = _option(1, "Machines", "Fewest workers, while their number follows the load.")
+    scale_wait_target: float = _option(
+        _AUTOSCALING.wait_target,
+        "Machines",
+        "Seconds to the first token, its own prompt aside, above which a request that arrives now counts as waiting "
+        "too long, and more workers are asked for.",
+    )
+    scale_up_after: float = _option(
+        _AUTOSCALING.up_after,
+        "Machines",
+        "Seconds that the need for more workers must last, and the least between two such changes.",
+    )
+    scale_down_after: float = _option(
+        _AUTOSCALING.down_after,
+        "Machines",
+        "Seconds that fewer workers must have been enough, and the least between two such changes.",
+    )
     device: str = _option(_WORKER.device, "Machines", f"{_either(*DEVICES)}.")
     threads_per_worker: int | None = _option(
         None, "Machines", "CPU threads of a worker. Unset: the cluster's cores shared evenly."
@@ -180,6 +209,13 @@ class ServiceConfig(BaseModel):
         _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
     )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    recording: str | None = _option(
+        None,
+        "Observing",
+        "Append what the coordinator is asked and decides to this file, on its node, prompts included; "
+        "`octavo replay` makes every decision again.",
+        flag="--record",
+    )
 
     tls_cert: str | None = _option(
         None,
@@ -223,6 +259,7 @@ class ServiceConfig(BaseModel):
                 **self.scheduler_options(),
             )
             self.http_config()
+            self._check_autoscaling()
         except ConfigError as error:
             raise _renamed(error) from None
         _ = self.tls_files
@@ -233,7 +270,8 @@ class ServiceConfig(BaseModel):
 
     def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
         """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
-        each still gets the threads that it would have had at start."""
+        each still gets the threads that it would have had at start, which leave room for as many as there may be."""
+        most = self.scale_max or self.num_workers
         return [
             WorkerConfig(
                 worker_id=f"worker-{number}",
@@ -249,7 +287,7 @@ class ServiceConfig(BaseModel):
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 allow_high_gpu_memory_utilization=self.allow_high_gpu_memory_utilization,
-                num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
+                num_threads=self.threads_per_worker or max(1, cores // most),
             )
             for number in range(count or self.num_workers)
         ]
@@ -267,6 +305,29 @@ class ServiceConfig(BaseModel):
             "max_waiting_tokens": self.max_waiting_tokens,
             "priority_aging_seconds": self.priority_aging_seconds,
         }
+
+    def autoscaling(self) -> AutoscalingConfig | None:
+        """None: the number of workers stays."""
+        if self.scale_max is None:
+            return None
+        return AutoscalingConfig(
+            workers_min=self.scale_min,
+            workers_max=self.scale_max,
+            wait_target=self.scale_wait_target,
+            up_after=self.scale_up_after,
+            cooldown_up=self.scale_up_after,
+            down_after=self.scale_down_after,
+            cooldown_down=self.scale_down_after,
+        )
+
+    def _check_autoscaling(self) -> None:
+        limits = self.autoscaling()
+        if limits is not None and not limits.workers_min <= self.num_workers <= limits.workers_max:
+            raise ConfigError(
+                f"num_workers must be from {limits.workers_min} to {limits.workers_max} (scale_min and scale_max), "
+                f"got {self.num_workers}",
+                param="num_workers",
+            )
 
     def setup_advice(self) -> tuple[Advice, ...]:
         """What is unwise about these options, though they are allowed."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from octavo.cluster.metrics.wire_bytes import WireBytes
 from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
@@ -74,6 +75,9 @@ class WorkerClient:
         self.stuck = False
         """It is over because of silence or an overdue step: the process may live on and should be ended."""
         self.progress = Progress()
+        self.host_memory: dict[str, int] | None = None
+        """Bytes, "total" and "available", of the worker's machine; None: not heard yet."""
+        self.wire_bytes = WireBytes()
         self.last_heard = clock()
         self.cached_prefixes: list[CachedPrefix] = []
         """What the worker had in its blocks when it was attached to."""
@@ -87,7 +91,7 @@ class WorkerClient:
         self._results: deque[StepResult] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = access.channel(address, keepalive_seconds)
-        self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Step(
+        self._call = worker_pb2_grpc.WorkerServiceStub(self.wire_bytes.channel(self._channel)).Step(
             self._commands(), metadata=access.metadata
         )
 
@@ -227,6 +231,11 @@ class WorkerClient:
         elif event == "heartbeat":
             beat = response.heartbeat
             self.progress = Progress(beat.finished_step_id, beat.running_step_id, beat.running_seconds)
+            if beat.host_memory_bytes:
+                self.host_memory = {
+                    "total": beat.host_memory_bytes,
+                    "available": beat.host_memory_available_bytes,
+                }
         elif event == "error":
             raise codec.decode_error(response.error)
         else:

@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import TokensSoFar, parent_of
+from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
 from octavo.protos.auth import OPEN, Access
@@ -87,6 +88,8 @@ class WorkerLink:
         self._keepalive_seconds = keepalive_seconds
         self._wake = asyncio.Event()
         self._scheduler: Scheduler | None = None
+        self._meter: WorkerMeter | None = None
+        """Together with the scheduler."""
         self._client: WorkerClient | None = None
         self._sent: deque[tuple[float, float]] = deque()
         """(when sent, seconds after which it is overdue) of the plans in flight."""
@@ -123,6 +126,23 @@ class WorkerLink:
     def seconds_since_heard(self) -> float | None:
         return None if self._client is None else self._clock() - self._client.last_heard
 
+    def stats(self) -> dict[str, Any]:
+        """Counts now, and totals of this life. Only after `serving` was true once."""
+        assert self._meter is not None
+        assert self._client is not None
+        return {
+            **self.scheduler.snapshot(),
+            **self._meter.snapshot(),
+            "wire_bytes": self._client.wire_bytes.snapshot(),
+            "host_memory": self._client.host_memory,
+        }
+
+    def observe(self, events: list[Event]) -> None:
+        """The scheduler said `events`."""
+        if self._meter is not None:
+            self._meter.observe(events)
+        self._observe(events)
+
     def wake(self) -> None:
         """The scheduler has something new to plan."""
         self._wake.set()
@@ -158,6 +178,7 @@ class WorkerLink:
             scheduler = self._make_scheduler(self._client.info, self.epoch)
             num_cached = scheduler.adopt(self._client.cached_prefixes)
             self._client.cached_prefixes.clear()
+            self._meter = WorkerMeter(scheduler.config.max_num_seqs)
             self._scheduler = scheduler
             logger.info(
                 "worker %s joined at %s, epoch %d, with %d blocks in use before",
@@ -166,7 +187,7 @@ class WorkerLink:
                 self.epoch,
                 num_cached,
             )
-            return await self._serve(self._client, scheduler)
+            return await self._serve(self._client, scheduler, self._meter)
         except OctavoError as error:
             return error
         except Exception as error:
@@ -179,7 +200,7 @@ class WorkerLink:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    async def _serve(self, client: WorkerClient, scheduler: Scheduler) -> OctavoError:
+    async def _serve(self, client: WorkerClient, scheduler: Scheduler, meter: WorkerMeter) -> OctavoError:
         checks = asyncio.create_task(self._check_overdue(client))
         try:
             while True:
@@ -187,14 +208,16 @@ class WorkerLink:
                 self._wake.clear()
                 events: list[Event] = []
                 for result in client.take_results():
-                    events += scheduler.commit(result, self._clock())
+                    now = self._clock()
+                    events += scheduler.commit(result, now)
+                    meter.on_result(result, now, seconds=self._clock() - now)
                     self._sent.popleft()
                     self.num_steps += 1
                 if client.error is not None:
                     self._deliver(self._told(events))
                     return client.error
                 events += scheduler.expire(self._clock())
-                self._fill_pipeline(client, scheduler)
+                self._fill_pipeline(client, scheduler, meter)
                 if events:
                     # After sending: the worker's next step should not wait for our fan-out.
                     self._deliver(self._told(events))
@@ -204,15 +227,18 @@ class WorkerLink:
 
     def _told(self, events: list[Event]) -> list[OutputDelta]:
         """What callers get to see of `events`, which are observed first."""
-        self._observe(events)
+        self.observe(events)
         return deltas_of(events)
 
-    def _fill_pipeline(self, client: WorkerClient, scheduler: Scheduler) -> None:
+    def _fill_pipeline(self, client: WorkerClient, scheduler: Scheduler, meter: WorkerMeter) -> None:
         while client.num_in_flight < wire.PIPELINE_DEPTH:
-            plan = scheduler.plan(self._clock())
+            began = self._clock()
+            plan = scheduler.plan(began)
             if plan is None:
                 return
-            self._sent.append((self._clock(), self._overdue_seconds(plan, scheduler)))
+            now = self._clock()
+            meter.on_plan(plan, budget_tokens=scheduler.budget_tokens, seconds=now - began)
+            self._sent.append((now, self._overdue_seconds(plan, scheduler)))
             client.send(plan)
 
     def _overdue_seconds(self, plan: StepPlan, scheduler: Scheduler) -> float:

@@ -62,14 +62,18 @@ class CachedPrefix(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("finished_step_id", "running_step_id", "running_seconds")
+    __slots__ = ("finished_step_id", "running_step_id", "running_seconds", "host_memory_bytes", "host_memory_available_bytes")
     FINISHED_STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     finished_step_id: int
     running_step_id: int
     running_seconds: float
-    def __init__(self, finished_step_id: _Optional[int] = ..., running_step_id: _Optional[int] = ..., running_seconds: _Optional[float] = ...) -> None: ...
+    host_memory_bytes: int
+    host_memory_available_bytes: int
+    def __init__(self, finished_step_id: _Optional[int] = ..., running_step_id: _Optional[int] = ..., running_seconds: _Optional[float] = ..., host_memory_bytes: _Optional[int] = ..., host_memory_available_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "model", "device", "dtype", "block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "kv_bytes_per_block", "prefill_tokens_per_second", "decode_step_seconds", "host_link_bytes_per_second")

@@ -40,6 +40,8 @@ class Planner:
         self._now = 0.0
         self.prefill_left = 0
         """Tokens of started prefills that the latest plan has left."""
+        self.budget_tokens = 0
+        """What the latest plan could have had."""
 
     def fill(self, plan: PlanBuilder, step_id: int, now: float, *, under_way: bool) -> None:
         """Decide everything that step `step_id` does. `under_way`: results of earlier steps are still to come."""
@@ -60,6 +62,7 @@ class Planner:
             context_tokens=sum(seq.num_computed_tokens for seq in decodes) if self._config.itl_target else 0,
             min_chunk=self._config.block_size,
         )
+        self.budget_tokens = budget.limit
         self._plan_decodes(decodes, plan, budget)
         # Before the prefills: a copy runs before all writes of its step, so what returning branches share must
         # have been computed by an earlier plan.

@@ -85,6 +85,20 @@ class Routed(Event):
     scores: tuple[Score, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request that arrives now would meet, at the worker where it would start soonest, and how full all are."""
+
+    wait_seconds: float
+    """To its first token, were its prompt a single one."""
+    queued_branches: int
+    """That stand before it."""
+    full: float
+    """Share of all rows or of all blocks that is in use, whichever is more."""
+    token_seconds: float
+    """A token of a prompt takes so long, on average over the workers."""
+
+
 def check_policy(policy: str) -> None:
     """Raises `ConfigError` for one that is unknown."""
     if policy not in ROUTER_POLICIES:
@@ -171,6 +185,27 @@ class Router:
             return worker_id, [Routed(request.request_id, now, worker_id, scores), *queued]
         assert refusal is not None
         raise refusal
+
+    def outlook(self, workers: Mapping[str, Scheduler]) -> Outlook:
+        """Changes nothing that a choice depends on. Without workers the wait is infinite."""
+        if not workers:
+            return Outlook(float("inf"), 0, 0.0, 0.0)
+        if workers != self._fleet:
+            self.adopt(workers)
+        nothing = np.zeros(len(self._ids))
+        wait = predict(self._loads, 1, nothing, nothing).ttft
+        best = int(wait.argmin())
+        totals = self._loads.sum(axis=0)
+        full = max(
+            totals[Load.RUNNING_BRANCHES] / totals[Load.MAX_BRANCHES],
+            totals[Load.USED_BLOCKS] / totals[Load.NUM_BLOCKS],
+        )
+        return Outlook(
+            float(wait[best]),
+            int(self._loads[best, Load.WAITING_BRANCHES]),
+            float(full),
+            float(totals[Load.TOKEN_SECONDS]) / len(self._ids),
+        )
 
     # --- filter --------------------------------------------------------------------------------------------
 

@@ -256,6 +256,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def budget_tokens(self) -> int:
+        """The token budget of the latest plan."""
+        return self._planner.budget_tokens
+
     def unfinished(self) -> list[str]:
         """Ids of all requests that have not ended, in order of arrival."""
         return list(self._life.groups)

@@ -56,7 +56,7 @@ def hide_checkout() -> None:
 
 
 class WorkerActor:
-    """Body of the actor. `coordinator`: name and namespace of an actor with `announce(worker_id, address)`.
+    """Body of the actor. `coordinator`: name and namespace of an actor with `announce(worker_id, address, node_id)`.
 
     A name and not a handle: Ray keeps a handle among an actor's arguments in the object store, and an actor whose
     arguments were lost with a node cannot be started anew.
@@ -127,13 +127,14 @@ class WorkerActor:
             pause = min(2 * pause, REBUILD_SECONDS_MAX)
 
     async def _announce(self, server: WorkerServer, address: str) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
         while True:
             if not server.servicer.attached:
                 try:
                     name, namespace = self._coordinator
                     # Asks the cluster's store and blocks while it does.
                     actor = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
-                    await actor.announce.remote(self._config.worker_id, address)
+                    await actor.announce.remote(self._config.worker_id, address, node_id)
                 except (ValueError, ray.exceptions.RayError) as error:
                     # It is being restarted; the next round finds it again.
                     logger.warning("the coordinator does not answer: %s", type(error).__name__)

@@ -23,12 +23,12 @@ from octavo.worker.cuda_graphs import with_graphs
 from octavo.worker.executor import Executor
 from octavo.worker.fused import FusedDecoder
 from octavo.worker.gpu_sampler import choose_sampler
+from octavo.worker.host_memory import host_memory_bytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import (
     DeviceMemory,
     KVPool,
     KVShape,
-    available_memory_bytes,
     check_block_size,
     check_cuda_fit,
     cpu_num_blocks,
@@ -87,7 +87,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         config.num_host_blocks,
         kv_shape,
         num_device_blocks=num_blocks,
-        available_bytes=available_memory_bytes(),
+        available_bytes=host_memory_bytes()[1],
     )
     limits = dataclasses.replace(limits, num_host_blocks=num_host_blocks)
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
@@ -193,7 +193,7 @@ def _choose_num_blocks(
     if loaded.device.type == "cpu":
         return config.num_blocks or cpu_num_blocks(
             kv_shape,
-            available_bytes=available_memory_bytes(),
+            available_bytes=host_memory_bytes()[1],
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
         )

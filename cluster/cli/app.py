@@ -9,15 +9,19 @@ from typing import Annotated
 import typer
 
 from octavo._version import __version__
-from octavo.cluster.cli.batch import batch
+from octavo.cluster.cli import batch_jobs
+from octavo.cluster.cli.bench import bench
 from octavo.cluster.cli.chat import chat
 from octavo.cluster.cli.console import JsonOption, print_json
+from octavo.cluster.cli.doctor import doctor
 from octavo.cluster.cli.generate import generate
 from octavo.cluster.cli.lab import lab
 from octavo.cluster.cli.plan import plan
+from octavo.cluster.cli.replay import replay
 from octavo.cluster.cli.scale import scale
 from octavo.cluster.cli.serve import serve
 from octavo.cluster.cli.simulate import simulate
+from octavo.cluster.cli.status import status
 
 # What decides how a run behaves; named by `octavo version` so that a report can be acted on.
 REPORTED_PACKAGES = ("torch", "transformers", "ray", "grpcio", "numba", "triton", "numpy")
@@ -27,7 +31,6 @@ app = typer.Typer(
     help="Serves large language models, from a laptop's CPU to a cluster of GPUs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -65,8 +68,9 @@ def _options(
     pass
 
 
-for command in (serve, scale, batch, generate, chat, simulate, plan, lab, version):
+for command in (serve, status, scale, generate, chat, bench, doctor, simulate, replay, plan, lab, version):
     app.command()(command)
+app.add_typer(batch_jobs.app, name="batch")
 
 
 def run() -> None:

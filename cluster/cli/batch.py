@@ -1,4 +1,8 @@
-"""`octavo batch`: a file of requests in, a file of results out."""
+"""`octavo batch run`, or plain `octavo batch`: a file of requests in, a file of results out.
+
+This process does the work, and its output file is what it goes on from. Batches that a server keeps are in
+`batch_jobs.py`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ DEFAULT_MODEL = "default"
 
 
 @reports_errors
-def batch(
+def run(
     input: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="Requests, one OpenAI batch line each.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Results, in order of completion.")],
     *,
@@ -53,7 +57,7 @@ def batch(
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     json: JsonOption = False,
 ) -> None:
-    """Answer a file of requests, each line exactly once.
+    """Answer a file of requests from here, each line exactly once. `run` may be left out.
 
     Lines are {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}. The whole file is checked
     before the first request. Interrupt whenever you like: the same command goes on where it stopped.
@@ -65,7 +69,7 @@ def batch(
     from octavo.cluster.batch import BATCH_MAX_RETRIES, run_batch
     from octavo.cluster.batch_file import num_unfinished
 
-    async def run(client: AsyncClient) -> BatchSummary:
+    async def answer(client: AsyncClient) -> BatchSummary:
         async with client:
             stop = _stop_on_signals()
             return await run_batch(input, output, client, overwrite=overwrite, progress=progress, stop=stop)
@@ -80,9 +84,9 @@ def batch(
         from octavo.cluster.in_process import BASE_URL, in_process_transport
 
         with in_process_transport(None if model == DEFAULT_MODEL else model, device=device) as transport:
-            summary = asyncio.run(run(AsyncClient(BASE_URL, transport=transport, **options)))
+            summary = asyncio.run(answer(AsyncClient(BASE_URL, transport=transport, **options)))
     else:
-        summary = asyncio.run(run(AsyncClient(url or DEFAULT_BASE_URL, api_key, model, **options)))
+        summary = asyncio.run(answer(AsyncClient(url or DEFAULT_BASE_URL, api_key, model, **options)))
     _finish(summary, as_json=json)
 
 

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from octavo.cluster.cli.console import ApiKeyOption, JsonOption, print_json, reports_errors
+from octavo.cluster.cli.console import (
+    DEFAULT_SERVER,
+    ApiKeyOption,
+    JsonOption,
+    ServerOption,
+    print_json,
+    reports_errors,
+)
 
 MAX_TURN_CHARS = 1_000_000
 """Of one line typed or piped in; the server has its own, smaller limit in tokens."""
@@ -17,7 +24,7 @@ MAX_TURN_CHARS = 1_000_000
 @reports_errors
 def chat(
     *,
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    url: ServerOption = DEFAULT_SERVER,
     model: Annotated[str | None, typer.Option(help="A model the server knows. Default: its first.")] = None,
     api_key: ApiKeyOption = None,
     system: Annotated[str | None, typer.Option(help="A first message that sets the tone.")] = None,

@@ -27,7 +27,10 @@ def plan(
     gpu: Annotated[str, typer.Option(help="GPU of each worker, by name.")] = "a100-80gb",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one worker's model.")] = 1,
     calibration: Annotated[
-        Path | None, typer.Option(help="A measured machine instead of --model and --gpu: a JSON file.")
+        str | None,
+        typer.Option(
+            help="A measured machine instead of --model and --gpu: a JSON file, or a shipped one by name."
+        ),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of one worker.")] = None,
     policy: Annotated[str, typer.Option(help="Policy of the router.")] = "predicted_ttft",

@@ -22,8 +22,12 @@ SWEPT = {
     "budget": "max_num_batched_tokens",
     "workers": "num_workers",
     "policy": "policy",
+    "preemption": "preemption",
+    "system": "system",
 }
 """Name on the command line -> field of `FleetConfig`."""
+NAMED = ("policy", "preemption", "system")
+"""Of these, whose values are no numbers."""
 RUNS_MAX = 200
 """Of one `--sweep`."""
 
@@ -39,7 +43,10 @@ def simulate(
     gpu: Annotated[str, typer.Option(help="GPU of each worker, by name.")] = "a100-80gb",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one worker's model.")] = 1,
     calibration: Annotated[
-        Path | None, typer.Option(help="A measured machine instead of --model and --gpu: a JSON file.")
+        str | None,
+        typer.Option(
+            help="A measured machine instead of --model and --gpu: a JSON file, or a shipped one by name."
+        ),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of one worker.")] = None,
     policy: Annotated[
@@ -52,7 +59,24 @@ def simulate(
         int, typer.Option(help="Prompt and output tokens; longer ones are refused.")
     ] = 131_072,
     host_blocks: Annotated[int, typer.Option(min=0, help="Host blocks of each worker.")] = 0,
+    preemption: Annotated[str, typer.Option(help="auto, swap or recompute.")] = "auto",
+    system: Annotated[
+        str,
+        typer.Option(
+            help="How far the history has come: static, continuous, paged, chunked, cached or octavo."
+        ),
+    ] = "octavo",
     itl_target: Annotated[float | None, typer.Option(help="Seconds a step may take.")] = None,
+    scale_max: Annotated[
+        int | None, typer.Option(help="Let the number of workers follow the load, up to so many.")
+    ] = None,
+    scale_min: Annotated[int, typer.Option(help="Fewest workers then.")] = 1,
+    scale_wait_target: Annotated[
+        float, typer.Option(help="Seconds that a request may wait before more workers are asked for.")
+    ] = 2.0,
+    worker_start: Annotated[
+        float, typer.Option(help="Seconds from asking for a worker to its first step.")
+    ] = 60.0,
     trace_format: Annotated[
         str | None,
         typer.Option(
@@ -85,15 +109,23 @@ def simulate(
     from octavo.cluster.simulator.html_report import Curves, page
     from octavo.cluster.simulator.report import Slo, summarise
     from octavo.cluster.simulator.traces import read_trace
+    from octavo.scheduler.autoscaling import AutoscalingConfig
 
     device = choose_device(model, gpu, tp, calibration, price)
     requests = read_trace(trace, trace_format)
     requests = requests.cut(limit or len(requests.requests)).faster(speed)
+    autoscaling = None
+    if scale_max is not None:
+        autoscaling = AutoscalingConfig(
+            workers_min=scale_min, workers_max=scale_max, wait_target=scale_wait_target
+        )
     base: dict[str, Any] = {
         "num_workers": workers,
         "policy": policy,
         "block_size": block_size,
         "max_num_batched_tokens": budget,
+        "preemption": preemption,
+        "system": system,
     }
     configs = [
         FleetConfig(
@@ -103,6 +135,8 @@ def simulate(
             host_blocks=host_blocks,
             itl_target=itl_target,
             seed=seed,
+            autoscaling=autoscaling,
+            worker_start_seconds=worker_start,
             **base | choice,
         )
         for choice in _choices(sweep or [])
@@ -121,11 +155,12 @@ def simulate(
         _print(summaries)
 
 
-def choose_device(model: str, gpu: str, tp: int, calibration: Path | None, price: float | None) -> Device:
+def choose_device(model: str, gpu: str, tp: int, calibration: str | None, price: float | None) -> Device:
     """A preset or a calibration file, at this price. Raises `ConfigError`."""
     from dataclasses import replace
 
-    from octavo.cluster.simulator.hardware import preset, read_calibration
+    from octavo.cluster.simulator.calibration import read_calibration
+    from octavo.cluster.simulator.hardware import preset
 
     device = preset(model, gpu, num_gpus=tp) if calibration is None else read_calibration(calibration)
     return device if price is None else replace(device, dollars_per_hour=price)
@@ -143,7 +178,7 @@ def _choices(sweep: Sequence[str]) -> list[dict[str, Any]]:
                 f"sweep must be NAME=A,B,... with NAME one of {', '.join(SWEPT)}, got {text!r}", param="sweep"
             )
         try:
-            parsed = [value if name == "policy" else int(value) for value in values.split(",")]
+            parsed = [value if name in NAMED else int(value) for value in values.split(",")]
         except ValueError:
             raise ConfigError(
                 f"sweep over {name} takes whole numbers, got {values!r}", param="sweep"
@@ -159,12 +194,14 @@ def _run(config: FleetConfig, trace: Trace, show: bool) -> RunRecord:
     from rich.console import Console
     from rich.progress import Progress
 
-    from octavo.cluster.simulator.fleet import Simulation
+    from octavo.cluster.simulator.run import simulate as run
 
     console = Console(stderr=True)
     with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as bar:
-        task = bar.add_task(f"{config.num_workers} workers, {config.policy}", total=len(trace.requests))
-        return Simulation(config, trace, on_progress=lambda done: bar.update(task, completed=done)).run()
+        task = bar.add_task(
+            f"{config.num_workers} workers, {config.system}, {config.policy}", total=len(trace.requests)
+        )
+        return run(config, trace, on_progress=lambda done: bar.update(task, completed=done))
 
 
 def _print(summaries: Sequence[Summary]) -> None:
@@ -183,6 +220,11 @@ def _print(summaries: Sequence[Summary]) -> None:
     for (_, heading, _), *cells in zip(SHOWN, *rows(summaries), strict=True):
         table.add_row(heading, *cells)
     console = Console()
-    console.print(table, width=None if console.is_terminal else 20 + 16 * (len(summaries) + 1))
+    if not console.is_terminal:
+        console = Console(width=20 + 16 * (len(summaries) + 1))
+    console.print(table)
+    for one in summaries:
+        for change in one.size_changes:
+            print(f"{change.at_seconds:.0f} s: {change.num_workers} workers: {change.reason}")
     if refused := max(one.refused for one in summaries):
         print(f"{refused} requests were refused: longer than --max-model-len or than a worker's pool.")

@@ -83,9 +83,10 @@ class JobRunner:
         lease_seconds: float = LEASE_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         clock: Callable[[], float] = time.time,
+        on_line: Callable[[bool], None] = lambda succeeded: None,
     ) -> None:
         """`open_store` is called once, in the store's thread. `check` says what is wrong with a well-formed line, if
-        anything; `describe_error` makes the body of a refusal."""
+        anything; `describe_error` makes the body of a refusal; `on_line` is told of each answer that is kept."""
         self._open_store = open_store
         self._answer = answer
         self._check = check
@@ -94,6 +95,7 @@ class JobRunner:
         self._lease_seconds = lease_seconds
         self._poll_seconds = poll_seconds
         self._clock = clock
+        self._on_line = on_line
         self._owner = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-jobs")
         self._store: JobStore | None = None
@@ -118,6 +120,11 @@ class JobRunner:
         return await asyncio.get_running_loop().run_in_executor(self._pool, go)
 
     # --- life ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Batches that this process works on."""
+        return len(self._running)
 
     def start(self) -> None:
         """Look for work from now on. May be called again."""
@@ -281,6 +288,7 @@ class JobRunner:
                 )
             if not kept:
                 raise UnavailableError("another process works on it")
+            self._on_line(succeeded)
 
     async def _result(self, batch: Row, custom_id: str, body: Mapping[str, Any]) -> tuple[bytes, bool]:
         """A line's result and whether it succeeded. Waits as long as the server is full or away."""

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
-from octavo.cluster.metrics import CONTENT_TYPE_LATEST, HttpMetrics
-from octavo.cluster.openai import errors, utility
+from octavo.cluster.metrics.http import CONTENT_TYPE_LATEST, HttpMetrics
+from octavo.cluster.openai import errors, openapi, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
@@ -41,7 +41,7 @@ WARNING_HEADER = "x-octavo-warning"
 
 
 def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None = None) -> FastAPI:
-    """The ASGI app. `tokenizer` stays the caller's to close.
+    """The ASGI app. `tokenizer` stays the caller's to close. `app.state.metrics` are its `HttpMetrics`.
 
     `app.state.jobs` is its `JobRunner`, None without `jobs_dir`: started by the first batch, or by the caller, who
     closes it.
@@ -68,7 +68,11 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
         )
     calls = Calls(backend, tokenizer, config, metrics)
     _Routes(backend, tokenizer, calls, config, metrics).add_to(app)
-    app.state.jobs = make_runner(calls, config) if config.jobs_dir is not None else None
+    app.state.metrics = metrics
+    app.state.jobs = None
+    if config.jobs_dir is not None:
+        app.state.jobs = make_runner(calls, config, on_line=metrics.on_batch_line)
+        metrics.batches_running.set_function(lambda: app.state.jobs.num_running)
     JobRoutes(app.state.jobs, config).add_to(app)
     return app
 
@@ -111,6 +115,7 @@ class _Routes:
             ("/v1/models/{model_id:path}", self.model, "GET"),
             ("/tokenize", self.tokenize, "POST"),
             ("/detokenize", self.detokenize, "POST"),
+            ("/tokenizer_info", self.tokenizer_info, "GET"),
             ("/health", self.health, "GET", "HEAD"),
             ("/ready", self.ready, "GET", "HEAD"),
             ("/metrics", self.metrics, "GET"),
@@ -118,7 +123,14 @@ class _Routes:
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
-                app.add_api_route(path, handler, methods=[method], response_model=None)
+                app.add_api_route(
+                    path,
+                    handler,
+                    methods=[method],
+                    response_model=None,
+                    responses=openapi.ERRORS,
+                    openapi_extra=openapi.described(path, method),
+                )
 
     # ---- generation
 
@@ -188,6 +200,10 @@ class _Routes:
         reply = await utility.detokenize(body, self._tokenizer, self._backend.model)
         return _json(reply, ignored=body.unknown())
 
+    async def tokenizer_info(self) -> Response:
+        """Special tokens and chat template."""
+        return _json(utility.tokenizer_info(self._tokenizer, self._backend.model))
+
     # ---- operation
 
     async def timeline(self, request_id: str) -> Response:
@@ -227,4 +243,6 @@ class _Routes:
                 stats = await self._backend.stats()
         except Exception as error:
             logger.warning("the backend gave no stats: %s", type(error).__name__)
-        return Response(self._metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        # A page of many workers takes tens of milliseconds to write, in which streams should go on.
+        page = await asyncio.to_thread(self._metrics.render, stats)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)

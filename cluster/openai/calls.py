@@ -15,7 +15,7 @@ import xxhash
 from octavo.cluster.backend import Backend
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.forking import fork_context
-from octavo.cluster.metrics import HttpMetrics
+from octavo.cluster.metrics.http import HttpMetrics
 from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.chat import ChatShape
 from octavo.cluster.openai.completions import CompletionShape, echoes_of

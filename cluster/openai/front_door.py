@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.cluster.metrics import HttpMetrics
+from octavo.cluster.metrics.http import HttpMetrics
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import HeadersTooLargeError, as_octavo_error, error_response
 from octavo.cluster.openai.sse import CLIENT_GONE, SCOPE_KEY

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from octavo.cluster.backend import Backend
 from octavo.cluster.detokenizer import BranchText
-from octavo.cluster.metrics import HttpMetrics
+from octavo.cluster.metrics.http import HttpMetrics
 from octavo.cluster.ranking import best_branches, num_branches_told
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import IntegrityError, OctavoError, RequestFailedError, UnavailableError, revive

@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.jobs.runner import JobRunner
 from octavo.cluster.jobs.store import JobStore, Row
+from octavo.cluster.openai import openapi
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
@@ -83,7 +84,14 @@ class JobRoutes:
             ("/v1/batches/{batch_id}", self.batch, "GET"),
             ("/v1/batches/{batch_id}/cancel", self.cancel_batch, "POST"),
         ):
-            app.add_api_route(path, handler, methods=[method], response_model=None)
+            app.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                response_model=None,
+                responses=openapi.ERRORS,
+                openapi_extra=openapi.described(path, method),
+            )
 
     @property
     def _runner(self) -> JobRunner:

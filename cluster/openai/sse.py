@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.cluster.metrics import HttpMetrics
+from octavo.cluster.metrics.http import HttpMetrics
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON, as_octavo_error, envelope
 from octavo.cluster.openai.generation import Generation, Update

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a prompt becomes, for people who count tokens or build prompts of ids."""
+"""/tokenize, /detokenize, /tokenizer_info: what a prompt becomes, for who counts tokens or builds prompts of ids."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.protos.types import ModelInfo, checked_prompt_ids
 
+_TOKENS_TOLD = ("bos_token", "eos_token", "pad_token", "unk_token")
 TOKENS_PER_CONTEXT = 16
 """Texts of up to so many times the model's limit are tokenised: helpers may look at more than fits, not at all."""
 
@@ -39,6 +40,17 @@ async def tokenize(body: Body, tokenizer: Tokenizer, model: ModelInfo, config: H
     if body.flag("return_token_strs"):
         reply["token_strs"] = [tokenizer.token_text(token) for token in ids]
     return reply
+
+
+def tokenizer_info(tokenizer: Tokenizer, model: ModelInfo) -> dict[str, Any]:
+    """What evaluation harnesses ask of a tokenizer that they reach over HTTP only, in vLLM's form."""
+    template = tokenizer.chat_template
+    return {
+        **{name: tokenizer.special_tokens.get(name) for name in _TOKENS_TOLD},
+        "chat_template": None if template is None else template.source,
+        "model_max_length": model.max_model_len,
+        "vocab_size": model.vocab_size,
+    }
 
 
 async def detokenize(body: Body, tokenizer: Tokenizer, model: ModelInfo) -> dict[str, Any]:

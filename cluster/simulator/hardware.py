@@ -8,9 +8,7 @@ slower than they are, by at most a factor of 2. A measured file has none of thes
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.step_time import StepTimeModel
@@ -143,11 +141,3 @@ def preset(model: str, gpu: str, *, num_gpus: int = 1) -> Device:
     if num_gpus < 1:
         raise ConfigError(f"tp must be at least 1, got {num_gpus}", param="tp")
     return roofline(MODELS[model], GPUS[gpu], num_gpus=num_gpus)
-
-
-def read_calibration(path: Path) -> Device:
-    """A JSON file with the fields of `Device`. Raises `ConfigError` naming what is wrong."""
-    try:
-        return Device(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no calibration file: {error}", param="calibration") from None

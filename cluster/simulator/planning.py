@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from octavo.cluster.simulator.fleet import FleetConfig, Simulation
+from octavo.cluster.simulator.fleet import FleetConfig
 from octavo.cluster.simulator.report import Slo, Summary, summarise
+from octavo.cluster.simulator.run import simulate
 from octavo.cluster.simulator.traces import Trace
 
 
@@ -36,7 +37,7 @@ def smallest_fleet(
     tried: list[Summary] = []
 
     def run(num_workers: int) -> Summary:
-        record = Simulation(replace(config, num_workers=num_workers), trace).run()
+        record = simulate(replace(config, num_workers=num_workers), trace)
         tried.append(summarise(record, slo))
         on_run(tried[-1])
         return tried[-1]

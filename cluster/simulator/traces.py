@@ -36,9 +36,13 @@ class TraceRequest:
     """[ceil(prompt / block_tokens)]: equal beginnings are equal prompts. None: nothing is shared."""
     block_tokens: int = 512
     session: str = ""
+    token_ids: Int32Array | None = None
+    """[num_prompt_tokens], where the trace knows them."""
 
     def prompt(self, number: int) -> Int32Array:
         """[num_prompt_tokens]; `number` tells prompts without block ids apart."""
+        if self.token_ids is not None:
+            return self.token_ids
         if self.block_ids is None:
             first = number * 1_000_003 % TOKEN_IDS
             tokens = np.arange(first, first + self.num_prompt_tokens, dtype=np.int64) % TOKEN_IDS

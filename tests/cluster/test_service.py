@@ -21,6 +21,7 @@ from octavo.cluster.service import Service, ServiceConfig
 from octavo.protos.errors import ConfigError, ModelLoadError, StartupError
 from octavo.worker.config import WorkerConfig
 
+from ..chaos import job
 from ..scheduler import fake_worker
 from . import support
 
@@ -124,7 +125,7 @@ class Calls:
 
 
 @pytest.fixture(scope="module")
-def system(default_model_dir):
+def system(default_model_dir, tmp_path_factory):
     import sys
 
     from ray import cloudpickle
@@ -133,7 +134,12 @@ def system(default_model_dir):
     for module in (sys.modules[__name__], support, fake_worker):
         cloudpickle.register_pickle_by_value(module)
     config = ServiceConfig(
-        model=str(default_model_dir), num_workers=2, device="cpu", port=0, num_blocks=NUM_BLOCKS
+        model=str(default_model_dir),
+        num_workers=2,
+        device="cpu",
+        port=0,
+        num_blocks=NUM_BLOCKS,
+        jobs_dir=str(tmp_path_factory.mktemp("jobs")),
     )
     system = System(Service(config, build=build_fake))
     try:
@@ -293,6 +299,17 @@ class TestRunning:
         (again,) = system.processes("ray::Coordinator")
         assert again.pid != process.pid
         assert system.stats()["requests"]["failed"] == 0
+        wait_for(system.idle, 10)
+
+    def test_a_batch_outlives_coordinator_worker_and_http_process(self, system, tmp_path):
+        """`python -m tests.chaos.job` does it with 2,000 lines and a model."""
+        wait_for(system.idle, 10)
+        path = job.write_job(tmp_path / "in.jsonl", 300, max_tokens=20, logprobs=None)
+        outcome = job.run(system.service, path)
+        assert outcome.lines == 300
+        assert outcome.wrong == []
+        assert outcome.moved > 0
+        wait_for(lambda: system.client.get("/health").json()["status"] == "ready", 60)
         wait_for(system.idle, 10)
 
     def test_d23_fewer_workers_and_more_again_cut_no_answer(self, system, monkeypatch):

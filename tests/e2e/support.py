@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ async def served(
     executor: Any,
     tokenizer: Tokenizer,
     *,
+    http: HttpConfig | None = None,
     keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
     heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
     lease_seconds: float = 60.0,
@@ -74,17 +75,21 @@ async def served(
     backend = GrpcBackend(executor.info.model, find, keepalive_seconds=keepalive_seconds)
     backend.start()
     await backend.wait_connected(10)
-    app = create_app(backend, tokenizer, HttpConfig())
+    app = create_app(backend, tokenizer, http)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     try:
         while not server.started or core.health().status is not HealthStatus.READY:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
+        if app.state.jobs is not None:
+            app.state.jobs.start()
         yield Served(core, backend, f"http://127.0.0.1:{port}", executor)
     finally:
         server.should_exit = True
         await serving
+        if app.state.jobs is not None:
+            await app.state.jobs.close()
         await backend.close()
         await core.close()
         await worker.stop()
@@ -92,24 +97,32 @@ async def served(
 
 
 class Background:
-    """A served system on a thread of its own, so that its clients may block and do not hold it up."""
+    """The served system on a loop of its own, so that clients may block and do not hold it up. `scheduler`: fields of
+    `SchedulerConfig`; `http`: of `HttpConfig`."""
 
-    system: Served
-
-    def __init__(self, manager: contextlib.AbstractAsyncContextManager[Served]) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        executor: Any,
+        tokenizer: Tokenizer,
+        *,
+        scheduler: Mapping[str, Any] | None = None,
+        **http: Any,
+    ) -> None:
+        self._executor, self._tokenizer = executor, tokenizer
+        self._http = HttpConfig(**http)
+        self._scheduler = {"max_num_batched_tokens": 256, **(scheduler or {})}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with self._manager as self.system:
+        async with served(self._executor, self._tokenizer, http=self._http, **self._scheduler) as self.system:
             self._up.set()
             await self._stop.wait()
 
     def __enter__(self) -> Background:
         self._thread.start()
-        assert self._up.wait(60), "the system did not come up"
+        assert self._up.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

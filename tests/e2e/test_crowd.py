@@ -11,7 +11,7 @@ import pytest
 from octavo.cluster.tokenizer import Tokenizer
 
 from .quiet import stays_up
-from .support import Background, served
+from .support import Background
 
 NUM_CHATS = 1200
 
@@ -70,7 +70,8 @@ def test_d25_a_crowd_gets_answers_or_refusals_and_health_answers_meanwhile(execu
             return list(replies), health
 
     # Room for most of them, and a queue that the rest does not fit in.
-    with Background(served(executor, tokenizer, max_waiting=700)) as running:
+    limits = {"max_waiting": 700, "max_num_batched_tokens": 1024}
+    with Background(executor, tokenizer, scheduler=limits) as running:
         system = running.system
         replies, health = asyncio.run(crowd(system.url))
         counts = Counter(reply.status_code for reply in replies)

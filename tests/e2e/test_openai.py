@@ -9,7 +9,7 @@ import pytest
 
 from octavo.cluster.tokenizer import Tokenizer
 
-from .support import Background, served
+from .support import Background
 
 pytestmark = pytest.mark.model
 
@@ -23,7 +23,7 @@ def background(default_model_dir):
         WorkerConfig(worker_id="worker-0", num_blocks=600, max_num_batched_tokens=256, max_num_seqs=32)
     )
     tokenizer = Tokenizer(default_model_dir)
-    with Background(served(executor, tokenizer, max_num_batched_tokens=256)) as running:
+    with Background(executor, tokenizer) as running:
         yield running
 
 

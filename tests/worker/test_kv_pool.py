@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from octavo.protos.errors import ConfigError, IntegrityError
-from octavo.worker import kv_pool
 from octavo.worker.kv_pool import (
     DeviceMemory,
     KVPool,
@@ -122,17 +121,3 @@ def test_usual_block_sizes_do_not_warn(caplog, block_size):
 def test_impossible_block_sizes_are_refused(block_size):
     with pytest.raises(ConfigError, match="block_size"):
         check_block_size(block_size)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [("max", 100), (str(80), 30), (str(40), 0), ("500", 100)])
-def test_available_memory_heeds_the_container(monkeypatch, limit, expected):
-    files = {"/sys/fs/cgroup/memory.max": limit, "/sys/fs/cgroup/memory.current": "50"}
-
-    def read_text(path):
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(kv_pool.Path, "read_text", read_text)
-    monkeypatch.setattr(kv_pool.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100})())
-    assert kv_pool.available_memory_bytes() == expected

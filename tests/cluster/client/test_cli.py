@@ -238,7 +238,7 @@ def test_a_refused_turn_does_not_end_the_chat(octavo, server):
 def test_version_and_help(octavo):
     assert octavo("--version").stdout.startswith("octavo ")
     assert orjson.loads(octavo("version", "--json").stdout)["octavo"]
-    for command in ("serve", "batch", "generate", "chat", "version"):
+    for command in ("serve", "generate", "chat", "version"):
         done = octavo(command, "--help")
         assert done.exit_code == 0
         assert "--json" in done.stdout

@@ -88,32 +88,45 @@ def samples(text: str) -> Samples:
 
 
 def test_d29_metrics(api: Api, backend: ScriptedBackend) -> None:
-    backend.counts = {
-        "steps": 12,
+    worker = {
         "running": 1,
         "waiting": 9,
         "swapped": 2,
+        "blocks_total": 50,
+        "blocks_used": 20,
+        "blocks_cached": 25,
         "host_blocks_total": 100,
         "host_blocks_used": 7,
+        "host_blocks_cached": 0,
         "sampled_tokens": 40,
-        "step_seconds": 0.5,
         "preemptions": {"recompute": 3, "swap": 5},
         "finished": {"stop": 2},
         "peak_waste": 0.03,
-        "workers": [{"not": "a number"}],
+        "queue_time": {"counts": [0] * 16 + [2, 1], "sum": 600.0},
         "something new": "text",
     }
+    backend.counts = {"unfinished": 3, "workers": {"w0": worker, "w1": {"running": 4}}, "more": ["text"]}
     before = samples(api.get("/metrics").text)
-    assert before["octavo_requests_running", ()] == 1
-    assert before["octavo_requests_waiting", ()] == 9
-    assert before["octavo_generation_tokens_total", ()] == 40
-    assert before["octavo_preemptions_total", (("kind", "recompute"),)] == 3
-    assert before["octavo_preemptions_total", (("kind", "swap"),)] == 5
-    assert before["octavo_requests_swapped", ()] == 2
-    assert before["octavo_host_kv_blocks", ()] == 100
-    assert before["octavo_host_kv_blocks_used", ()] == 7
-    assert before["octavo_requests_finished_total", (("reason", "stop"),)] == 2
-    assert before["octavo_kv_waste_ratio", ()] == 0.03
+    w0 = ("worker", "w0")
+    assert before["octavo_backend_up", ()] == 1
+    assert before["octavo_requests_unfinished", ()] == 3
+    assert before["octavo_requests_running", (w0,)] == 1
+    assert before["octavo_requests_running", (("worker", "w1"),)] == 4
+    assert before["octavo_requests_waiting", (w0,)] == 9
+    assert before["octavo_requests_swapped", (w0,)] == 2
+    assert before["octavo_generation_tokens_total", (w0,)] == 40
+    assert before["octavo_preemptions_total", (("kind", "recompute"), w0)] == 3
+    assert before["octavo_preemptions_total", (("kind", "swap"), w0)] == 5
+    assert before["octavo_kv_blocks", (("state", "free"), ("tier", "device"), w0)] == 5
+    assert before["octavo_kv_blocks", (("state", "used"), ("tier", "host"), w0)] == 7
+    assert before["octavo_kv_usage_ratio", (("tier", "device"), w0)] == 0.4
+    assert before["octavo_requests_finished_total", (("reason", "stop"), w0)] == 2
+    assert before["octavo_kv_waste_at_peak_ratio", (w0,)] == 0.03
+    assert before["octavo_queue_time_seconds_bucket", (("le", "120.0"), w0)] == 0
+    assert before["octavo_queue_time_seconds_bucket", (("le", "300.0"), w0)] == 2
+    assert before["octavo_queue_time_seconds_bucket", (("le", "+Inf"), w0)] == 3
+    assert before["octavo_queue_time_seconds_count", (w0,)] == 3
+    assert before["octavo_queue_time_seconds_sum", (w0,)] == 600
     tokens = 0
     for fields in ({}, {"n": 3}, {"stream": True}, {"max_tokens": 2}):
         reply = api.complete(**fields)
@@ -129,7 +142,7 @@ def test_d29_metrics(api: Api, backend: ScriptedBackend) -> None:
     assert after["octavo_http_requests_total", (*route, ("status", "400"))] == 1
     assert any("unknown" in str(labels) for _, labels in after)
     assert not any("/some" in str(labels) for _, labels in after)
-    assert after["octavo_time_to_first_token_seconds_count", ()] == 4
+    assert after["octavo_http_time_to_first_token_seconds_count", ()] == 4
     assert all(after[key] >= value for key, value in before.items() if key[0].endswith("_total"))
 
 
@@ -201,3 +214,10 @@ def test_tenants_are_told_apart_by_their_keys_place(
         response = api.send_complete({"authorization": f"Bearer {key}"})
         assert response.status_code == 200, response.text
     assert [request.tenant for request in backend.submitted] == ["key-1", "key-0", "key-1"]
+
+
+def test_the_tokenizer_is_described_for_harnesses(api: Api, tokenizer: Tokenizer) -> None:
+    told = api.get("/tokenizer_info").json()
+    assert (told["bos_token"], told["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert "add_generation_prompt" in told["chat_template"]
+    assert told["vocab_size"] == 49152
