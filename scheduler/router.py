@@ -193,7 +193,7 @@ class Router:
         if workers != self._fleet:
             self.adopt(workers)
         nothing = np.zeros(len(self._ids))
-        wait = predict(self._loads, 1, nothing, nothing).ttft
+        wait = predict(self._loads, 1, nothing, nothing, nothing).ttft
         best = int(wait.argmin())
         totals = self._loads.sum(axis=0)
         full = max(
