@@ -25,7 +25,6 @@ from octavo.cluster.ray_access import require_token
 from octavo.cluster.service_config import ServiceConfig, split_address
 from octavo.protos.auth import Access, new_token
 from octavo.protos.errors import ConfigError, StartupError
-from octavo.protos.interface import LOOPBACK
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.loader import read_model_info, resolve_model
 
@@ -154,7 +153,6 @@ class Service:
         local = {
             "address": "local",
             "include_dashboard": False,
-            "_node_ip_address": LOOPBACK.bind,
             "_system_config": RAY_SETTINGS,
         }
         options = {"address": self.config.ray_address} if self.config.ray_address else local
