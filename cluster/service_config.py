@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
+from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
@@ -206,6 +207,15 @@ class ServiceConfig(BaseModel):
     router_policy: str = _option(
         "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
     )
+    max_waiting: int = _option(
+        _SCHEDULER.max_waiting, "Scheduling", "Requests that may queue at each worker; one more gets 429."
+    )
+    max_waiting_tokens: int = _option(
+        _SCHEDULER.max_waiting_tokens, "Scheduling", "Prompt tokens that may queue at each worker."
+    )
+    priority_aging_seconds: float = _option(
+        _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
+    )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
     ui: bool | None = _option(
         None,
@@ -220,6 +230,15 @@ class ServiceConfig(BaseModel):
         "`octavo replay` makes every decision again.",
         flag="--record",
     )
+
+    tls_cert: str | None = _option(
+        None,
+        "Security",
+        "With the next two: a PEM file, at this path on every node, of the certificate that workers, coordinator and "
+        "ingresses show each other (docs/security.md). Unset: their calls carry a token, in the clear.",
+    )
+    tls_key: str | None = _option(None, "Security", "Its private key.")
+    tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
 
     def __init__(self, **options: Any) -> None:
         # A file's lists are the tuples of a frozen model.
@@ -257,6 +276,11 @@ class ServiceConfig(BaseModel):
             self._check_autoscaling()
         except ConfigError as error:
             raise _renamed(error) from None
+        _ = self.tls_files
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
         """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
@@ -292,6 +316,9 @@ class ServiceConfig(BaseModel):
             "prefix_cache": self.prefix_cache,
             "host_tier": self.host_tier,
             "itl_target": self.itl_target,
+            "max_waiting": self.max_waiting,
+            "max_waiting_tokens": self.max_waiting_tokens,
+            "priority_aging_seconds": self.priority_aging_seconds,
         }
 
     def autoscaling(self) -> AutoscalingConfig | None:

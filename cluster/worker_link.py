@@ -19,6 +19,7 @@ from octavo.cluster.live import LastSteps
 from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
 from octavo.protos.types import OutputDelta, StepPlan, WorkerInfo
 from octavo.scheduler.config import SchedulerConfig
@@ -72,7 +73,8 @@ class WorkerLink:
         clock: Callable[[], float],
         lease_seconds: float | None = None,
         observe: Callable[[list[Event]], None] = lambda events: None,
-        token: str | None = None,
+        access: Access = OPEN,
+        keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
     ) -> None:
         self.worker_id = worker_id
         self.address = address
@@ -84,7 +86,8 @@ class WorkerLink:
         self._observe = observe
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._token = token
+        self._access = access
+        self._keepalive_seconds = keepalive_seconds
         self._wake = asyncio.Event()
         self._scheduler: Scheduler | None = None
         self._meter: WorkerMeter | None = None
@@ -171,7 +174,8 @@ class WorkerLink:
                 on_event=self._wake.set,
                 lease_seconds=self._lease_seconds,
                 clock=self._clock,
-                token=self._token,
+                access=self._access,
+                keepalive_seconds=self._keepalive_seconds,
             )
             scheduler = self._make_scheduler(self._client.info, self.epoch)
             num_cached = scheduler.adopt(self._client.cached_prefixes)
@@ -252,9 +256,12 @@ class WorkerLink:
         return max(OVERDUE_SECONDS_MIN, OVERDUE_FACTOR * predicted)
 
     async def _check_overdue(self, client: WorkerClient) -> None:
-        """The heartbeat says that the process lives; this, that its device moves."""
+        """The heartbeat says that the process lives; this, that its device moves. Wakes the loop for deadlines too."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
+            if self.scheduler.next_deadline <= self._clock():
+                # The running step may take long, and nothing else wakes the loop.
+                self._wake.set()
             # The heartbeat's own count of seconds: a plan that waits behind another is not late.
             if self._sent and client.progress.running_seconds > self._sent[0][1]:
                 step = client.progress.running_step_id
