@@ -13,6 +13,8 @@ GUIDED_BACKENDS = ("xgrammar", "llguidance")
 QUANTIZATIONS = ("fp16", "int8")
 """Of the weights of matrix products, on a CPU: `worker.linears` says what each does, docs/performance.md what it costs
 in quality."""
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+"""Of the KV cache: the model's, or a byte a number with a scale for each block and head (docs/kernels.md)."""
 GPU_MEMORY_UTILIZATION_MAX = 0.95
 """Above this, fragmentation and the driver's own needs run a device out of memory sooner or later."""
 
@@ -45,6 +47,7 @@ class WorkerConfig:
     """Of the CPU; None: as many as this process may run on."""
     quantization: str | None = None
     guided_backend: str = "xgrammar"
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.worker_id, str) or not self.worker_id:
@@ -58,6 +61,11 @@ class WorkerConfig:
             accepted = ", ".join(("None", *QUANTIZATIONS))
             raise ConfigError(
                 f"quantization must be one of: {accepted}; got {self.quantization!r}", param="quantization"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
+                param="kv_cache_dtype",
             )
         if self.guided_backend not in GUIDED_BACKENDS:
             raise ConfigError(

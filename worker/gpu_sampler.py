@@ -20,6 +20,7 @@ from octavo.worker.grammars import TokenMasks
 from octavo.worker.sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
+    PendingSamples,
     Sampler,
     Samples,
     SamplingBatch,
@@ -32,18 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingSamples:
-    """Samples that are on their way."""
+class _OnTheirWay:
+    """`PendingSamples` that the device is still drawing."""
 
     tokens: torch.Tensor
-    """int32 [K] on the device; negative where there is none. A next step may read them at once."""
     _host: torch.Tensor
     """int32 [2, K]: the tokens, and whether the row was finite before its edits."""
     _arrived: torch.cuda.Event | None
     _finish: Callable[[npt.NDArray[np.int32]], Samples]
 
     def result(self) -> Samples:
-        """Waits for the tokens, and for nothing launched after them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._finish(self._host.numpy())
@@ -69,7 +68,7 @@ class GpuSampler(Sampler):
     def start(
         self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None
     ) -> PendingSamples:
-        """Launch everything; the host waits for nothing. `logits` float32 [L, V] must stay until `result`."""
+        """Launch everything; the host waits for nothing. See `Sampler.start`."""
         finite = logits.amax(dim=1).isfinite().int()
         tokens, rows = self._tokens(logits, batch, masks)
         both = torch.stack([tokens, finite[rows]])
@@ -84,13 +83,14 @@ class GpuSampler(Sampler):
             samples.errors.update(masks.errors if masks is not None else {})
             return samples
 
-        return PendingSamples(tokens, host, arrived, finish)
+        return _OnTheirWay(tokens, host, arrived, finish)
 
     def _tokens(
         self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int32 [K] and the row of `logits` of each sample, int64 [K]."""
         edited = np.flatnonzero(batch.edited)
+        edits = batch.edits if len(edited) else None
         # Edited samples get rows of their own behind the model's: several samples may share one (a fork).
         places = batch.logit_indices.copy()
         places[edited] = logits.shape[0] + np.arange(len(edited))
@@ -106,11 +106,9 @@ class GpuSampler(Sampler):
             batch.branches,
             batch.positions.astype(np.int32, copy=False),
         )
-        edits = batch.edits if len(edited) else None
         if edits is None:
-            rows, work_rows, *parameters, copied = self._staging.upload(
-                (*columns, batch.logit_indices[edited])
-            )
+            uploaded = self._staging.upload((*columns, batch.logit_indices[edited]))
+            rows, work_rows, *parameters, copied = uploaded
             work = self._with_own_rows(logits, copied, places, masks)
         else:
             own_row = np.full(len(batch.greedy), -1, np.int64)

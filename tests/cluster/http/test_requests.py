@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from octavo.cluster.openai import calls
 from octavo.protos.types import Request
 
 from .conftest import HELLO, MODEL, Api, ScriptedBackend, error_of, events
@@ -102,6 +104,7 @@ def test_d15_d16_numbers_that_json_does_not_have(api: Api, text: str) -> None:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a", 1]}, "stop"),
@@ -230,7 +233,10 @@ def test_every_field_arrives(api: Api, backend: ScriptedBackend) -> None:
         assert got == (tuple(value) if isinstance(value, list) else value), name
     assert request.params.logit_bias == {64: -100.0}
     assert request.params.stop == ("x",)
-    assert (request.cache_salt, request.priority, request.timeout_seconds) == ("s", -2, 5.0)
+    assert (request.cache_salt, request.priority) == ("s", -2)
+    # What tokenising took is gone.
+    assert request.timeout_seconds is not None
+    assert 4.0 < request.timeout_seconds <= 5.0
     assert request.tenant == ""
     assert request.eos_token_ids == ()
     assert request.seed == 2**64 - 3, "a 64-bit key, whatever its sign"
@@ -504,3 +510,20 @@ def test_a_requests_timeline_goes_by_its_internal_id(api: Api) -> None:
     assert told.status_code == 200
     assert told.json()["object"] == "request.timeline"
     error_of(api.get("/v1/requests/cmpl-nobody"), 404, "request_id")
+
+
+def test_a_timeout_counts_from_the_calls_arrival(
+    api: Api, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tokenising takes of it, others' prompts before this one included, is gone."""
+    prompt_of = calls.chat_prompt
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await prompt_of(*arguments)
+
+    monkeypatch.setattr(calls, "chat_prompt", slow)
+    assert error_of(api.chat(timeout=0.1), 504)["code"] == "deadline_exceeded"
+    assert backend.submitted == []
+    assert api.chat(timeout=30).status_code == 200
+    assert 25 < (backend.submitted[0].timeout_seconds or 0.0) <= 29.8
