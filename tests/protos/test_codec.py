@@ -69,7 +69,7 @@ sampling = st.builds(
     min_p=st.floats(0, 1),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 10, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 10),
     logit_bias=st.dictionaries(INT32, st.floats(-100, 100), max_size=5),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=8), max_size=4).map(tuple),
