@@ -37,6 +37,7 @@ from octavo.protos.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
 from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.events import Event
@@ -329,6 +330,21 @@ class CoordinatorCore:
         if entry.link is None:
             raise UnavailableError(f"request {request_id!r} waits for a worker; try again in a few seconds")
         return entry.link.tokens(request_id, branch)
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Make ready what outputs must match on every worker: whichever gets the request, or takes it over, has it.
+
+        Raises `InvalidRequestError` saying what is wrong with it, and the error of a worker when none could.
+        """
+        links = [slot.link for slot in self._slots.values() if slot.link is not None and slot.serving]
+        told = await asyncio.gather(*(link.compile_grammar(wanted) for link in links), return_exceptions=True)
+        errors = [error for error in told if isinstance(error, OctavoError)]
+        for error in errors:
+            if isinstance(error, InvalidRequestError):
+                raise error
+        # A worker that was lost meanwhile compiles when it is there again and gets a request that needs it.
+        if len(errors) == len(told):
+            raise next(iter(errors), UnavailableError("no worker is ready; try again in a few seconds"))
 
     def timeline(self, request_id: str) -> dict[str, Any]:
         """See `Timelines.describe`."""

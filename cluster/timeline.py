@@ -23,6 +23,7 @@ from octavo.scheduler.events import (
     Finished,
     Forked,
     Preempted,
+    PromptLogprobsOut,
     Queued,
     Repredicted,
     Resumed,
@@ -191,6 +192,8 @@ class Timelines:
                 if timeline.worker_id == worker_id:
                     timeline.enter(Phase.DECODE, event.time)
                 continue
+            if isinstance(event, PromptLogprobsOut):
+                continue  # a part of the answer, and says nothing of where time went
             if timeline is None:
                 if not isinstance(event, (Queued, Routed, Migrated)):
                     continue
