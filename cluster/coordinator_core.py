@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cluster import worker_slot
 from octavo.cluster.advice import Advice
@@ -41,6 +41,9 @@ from octavo.scheduler.events import Event
 from octavo.scheduler.router import Router, check_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
+
+if TYPE_CHECKING:
+    from octavo.cluster.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class CoordinatorConfig:
     """Append every call and decision to this file (`recording.py`)."""
     setup_advice: tuple[Advice, ...] = ()
     """What was found against the options before the start."""
+    otlp_endpoint: str | None = None
+    """Where traces go; None: nowhere."""
     token: str | None = field(default=None, repr=False)
     """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
 
@@ -112,7 +117,8 @@ class CoordinatorCore:
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
-        self._timelines = Timelines(clock)
+        self._tracer = None if config.otlp_endpoint is None else _otlp_tracer(config.otlp_endpoint)
+        self._timelines = Timelines(clock, on_end=None if self._tracer is None else self._tracer.on_end)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._recorder: Recorder | None = None
         self._router = Router(config.seed, policy=config.router_policy)
@@ -452,6 +458,9 @@ class CoordinatorCore:
             expiry.cancel()
         if self._recorder is not None:
             self._recorder.close()
+        if self._tracer is not None:
+            # It waits for the collector.
+            await asyncio.to_thread(self._tracer.close)
 
     # --- what can be asked ---------------------------------------------------------------------------------
 
@@ -485,3 +494,10 @@ class CoordinatorCore:
             "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }
+
+
+def _otlp_tracer(endpoint: str) -> RequestTracer:
+    """OpenTelemetry is imported by whoever wants traces. Raises `ConfigError` where it is not installed."""
+    from octavo.cluster.tracing import otlp_tracer
+
+    return otlp_tracer(endpoint)

@@ -32,13 +32,16 @@ class Scaler:
         fleet: Fleet,
         make_configs: Callable[[int], list[WorkerConfig]],
         *,
+        elastic: bool = False,
         grace_seconds: float = RETIRE_GRACE_SECONDS,
         timeout_seconds: float = 10.0,
     ) -> None:
-        """`make_configs(count)`: of all workers, the present ones first and unchanged."""
+        """`make_configs(count)`: of all workers, the present ones first and unchanged. `elastic`: workers may wait
+        for machines that join; otherwise a wish for more than the cluster holds is refused."""
         self._coordinator = coordinator
         self._fleet = fleet
         self._make_configs = make_configs
+        self._elastic = elastic
         self._grace_seconds = grace_seconds
         self._timeout_seconds = timeout_seconds
         self._retiring: tuple[Any, list[str]] | None = None
@@ -60,7 +63,8 @@ class Scaler:
         configs = self._make_configs(wish.num_workers)
         if wish.num_workers > len(have):
             try:
-                check_resources(configs, ray.cluster_resources())
+                if not self._elastic:
+                    check_resources(configs, ray.cluster_resources())
             except ConfigError as error:
                 ray.get(self._coordinator.refuse.remote(wish, error.message), timeout=self._timeout_seconds)
                 return
