@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from octavo.cluster.backend import HealthReport
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.cluster.metrics.exposition import Family, backend_families
 from octavo.cluster.metrics.ray_export import keep_publishing
+from octavo.cluster.node_watch import leaving_nodes
 from octavo.protos.errors import ConfigError, UnavailableError
+from octavo.protos.interface import LOOPBACK, Interface
+from octavo.scheduler.autoscaling import Autoscaler, AutoscalingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,10 @@ NAMESPACE = "octavo"
 COORDINATOR_NAME = "octavo-coordinator"
 FLUSH_SECONDS = 0.5
 """After a drain: time for the last outputs to reach clients before anything is torn down."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the cluster's nodes and at how many workers there should be."""
+REFUSED_SECONDS = 60.0
+"""After a number of workers was refused, before the policy asks for it again: room may have come."""
 
 
 async def find_coordinator(timeout_seconds: float = 5.0) -> str:
@@ -51,27 +60,34 @@ class ScaleWish:
 
     num_workers: int
     refusal: str | None = None
+    reason: str = "it was asked for"
 
 
 class Coordinator:
     """Body of the actor."""
 
-    def __init__(self, config: CoordinatorConfig, *, loopback: bool) -> None:
-        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+    def __init__(
+        self, config: CoordinatorConfig, *, loopback: bool, autoscaling: AutoscalingConfig | None = None
+    ) -> None:
+        """`autoscaling`: let the number of workers follow the load."""
+        interface = LOOPBACK if loopback else Interface.of_node(ray.util.get_node_ip_address())
         self._core = CoordinatorCore(config, on_stuck=self._on_stuck)
-        self._server = CoordinatorServer(self._core, host=host)
+        self._server = CoordinatorServer(self._core, interface=interface)
         self._started = asyncio.create_task(self._server.start())
         self._publishing = asyncio.create_task(keep_publishing(self._families))
         self._kills: set[asyncio.Task[None]] = set()
         self._wish: ScaleWish | None = None
+        self._autoscaler = None if autoscaling is None else Autoscaler(autoscaling)
+        self._refused_at = -REFUSED_SECONDS
+        self._looking = asyncio.create_task(self._look())
 
     async def address(self) -> str:
         """Where ingresses connect, "host:port"."""
         return await asyncio.shield(self._started)
 
-    async def announce(self, worker_id: str, address: str) -> None:
+    async def announce(self, worker_id: str, address: str, node_id: str) -> None:
         """See `CoordinatorCore.announce`."""
-        self._core.announce(worker_id, address)
+        self._core.announce(worker_id, address, node_id)
 
     async def health(self) -> HealthReport:
         return self._core.health()
@@ -83,16 +99,23 @@ class Coordinator:
         return backend_families(self._server.stats())
 
     async def want(self, num_workers: int) -> None:
-        """Somebody asks for so many workers. Raises `ConfigError` for less than one. Whoever owns the workers reads it
-        from `scaling` and acts."""
+        """Somebody asks for so many workers. Raises `ConfigError` for less than one, and while their number follows the
+        load. Whoever owns the workers reads it from `scaling` and acts."""
         if num_workers < 1:
             raise ConfigError(f"at least 1 worker is needed, got {num_workers}", param="workers")
+        if self._autoscaler is not None:
+            limits = self._autoscaler.config
+            raise ConfigError(
+                f"the number of workers follows the load, between {limits.workers_min} and {limits.workers_max}",
+                param="workers",
+            )
         self._wish = ScaleWish(num_workers)
 
     async def refuse(self, wish: ScaleWish, reason: str) -> None:
         """What was asked for cannot be."""
         if self._wish == wish:
             self._wish = replace(wish, refusal=reason)
+            self._refused_at = time.monotonic()
 
     async def scaling(self) -> tuple[ScaleWish | None, list[str]]:
         """What was asked for since this process started, and the workers that should be there."""
@@ -107,6 +130,27 @@ class Coordinator:
         left = await self._core.drain(grace_seconds)
         await asyncio.sleep(FLUSH_SECONDS)
         return left
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                self._core.leave_nodes(await asyncio.to_thread(leaving_nodes))
+            except Exception as error:
+                # Ray has no one type for a store that does not answer; the next look asks again.
+                logger.warning("which nodes are drained is not known: %s", error)
+            if self._autoscaler is not None:
+                self._follow_load(self._autoscaler)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _follow_load(self, autoscaler: Autoscaler) -> None:
+        now = time.monotonic()
+        decision = autoscaler.observe(self._core.load(), now)
+        if decision.num_workers == len(self._core.expected_workers):
+            self._wish = None
+        elif self._wish is None or self._wish.num_workers != decision.num_workers:
+            self._wish = ScaleWish(decision.num_workers, reason=decision.reason)
+        elif self._wish.refusal is not None and now - self._refused_at >= REFUSED_SECONDS:
+            self._wish = replace(self._wish, refusal=None)
 
     def _on_stuck(self, worker_id: str) -> None:
         task = asyncio.create_task(asyncio.to_thread(_end_worker, worker_id))

@@ -12,20 +12,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cluster import worker_slot
-from octavo.cluster.advice import Advice
+from octavo.cluster import live, worker_slot
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
 from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
+from octavo.cluster.waiting_room import WaitingRoom
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.cluster.worker_slot import WorkerSlot
 from octavo.protos.errors import (
@@ -37,8 +38,9 @@ from octavo.protos.errors import (
     WorkerLostError,
 )
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
+from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.events import Event
-from octavo.scheduler.router import Router, check_policy
+from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
 
@@ -47,56 +49,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED_REQUESTS_MAX = 8192
-"""All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
-_RETIRE_CHECK_SECONDS = 0.05
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
 """After the first worker has joined: requests that wait go to all that join in this time, not all to the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
-    """Raises `ConfigError` naming the option."""
-
-    worker_ids: tuple[str, ...]
-    """Workers that should be there; health is degraded while one is not."""
-    scheduler_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SchedulerConfig` that are configured, not discovered."""
-    unfinished_requests_max: int = UNFINISHED_REQUESTS_MAX
-    lease_seconds: float | None = None
-    """How long a worker may be silent; None: by its device."""
-    worker_wait_seconds: float = 120.0
-    """How long accepted requests wait for a worker while there is none: a lost one must load again."""
-    seed: int = 0
-    router_policy: str = "predicted_ttft"
-    """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
-
-    recording: str | None = None
-    """Append every call and decision to this file (`recording.py`)."""
-    setup_advice: tuple[Advice, ...] = ()
-    """What was found against the options before the start."""
-    otlp_endpoint: str | None = None
-    """Where traces go; None: nowhere."""
-    token: str | None = field(default=None, repr=False)
-    """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
-
-    def __post_init__(self) -> None:
-        if not self.worker_ids or len(set(self.worker_ids)) != len(self.worker_ids):
-            raise ConfigError("worker_ids must be at least one, each once", param="worker_ids")
-        if self.unfinished_requests_max < 1:
-            raise ConfigError(
-                f"unfinished_requests_max must be at least 1, got {self.unfinished_requests_max}",
-                param="unfinished_requests_max",
-            )
-        if not self.worker_wait_seconds > 0:
-            raise ConfigError(
-                f"worker_wait_seconds must be above 0, got {self.worker_wait_seconds}",
-                param="worker_wait_seconds",
-            )
-        check_policy(self.router_policy)
 
 
 class CoordinatorCore:
@@ -121,6 +78,7 @@ class CoordinatorCore:
         self._timelines = Timelines(clock, on_end=None if self._tracer is None else self._tracer.on_end)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._recorder: Recorder | None = None
+        self._departures = Departures(self._slots, self._requests, clock=clock, end_process=on_stuck)
         self._router = Router(config.seed, policy=config.router_policy)
         if config.recording is not None:
             self._recorder = Recorder(Path(config.recording))
@@ -134,15 +92,15 @@ class CoordinatorCore:
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
         self._num_moved = 0
-        self._waiting: dict[OpenRequest, asyncio.TimerHandle] = {}
-        """Accepted, and on no worker; bounded as all unfinished requests are. Each with what ends its wait."""
+        self._waiting = WaitingRoom(config.worker_wait_seconds, clock, self._requests.fail)
         self._lost_counts: dict[str, Any] | None = None
         """What the schedulers of lost workers had counted."""
 
     # --- workers -------------------------------------------------------------------------------------------
 
-    def announce(self, worker_id: str, address: str) -> None:
-        """A worker that nobody is attached to says where it is. Attaches, unless that is under way.
+    def announce(self, worker_id: str, address: str, node_id: str | None = None) -> None:
+        """A worker that nobody is attached to says where it is. Attaches, unless that is under way, or its node is
+        about to go.
 
         Raises `ConfigError` for an id that is not expected.
         """
@@ -156,6 +114,12 @@ class CoordinatorCore:
                 return
             # Restarted elsewhere before its old stream was seen to break.
             slot.task.cancel()
+        slot.node_id = node_id
+        if self._departures.refuses(slot):
+            return
+        if slot.leaving is not None:
+            slot.leaving.cancel()
+            slot.leaving = None
         slot.address = address
         slot.task = asyncio.create_task(self._attend(slot, address))
 
@@ -174,7 +138,8 @@ class CoordinatorCore:
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
             observe=lambda events: self._observe(events, worker_id),
-            token=self.config.token,
+            access=self.config.access,
+            keepalive_seconds=self.config.keepalive_seconds,
         )
         slot.link = link
         slot.detail = "attaching"
@@ -231,20 +196,8 @@ class CoordinatorCore:
                 self._timelines.on_migration(
                     entry.request.request_id, error.message, from_worker=link.worker_id
                 )
-                self._let_wait(entry)
+                self._waiting.enter(entry)
         self._place_waiting()
-
-    def _let_wait(self, entry: OpenRequest) -> None:
-        """Until a worker has taken it, or for so long that it ends with an error."""
-        self._waiting[entry] = asyncio.get_running_loop().call_later(
-            self.config.worker_wait_seconds, self._expire, entry
-        )
-
-    def _expire(self, entry: OpenRequest) -> None:
-        del self._waiting[entry]
-        self._requests.fail(
-            entry, UnavailableError(f"no worker came back within {self.config.worker_wait_seconds:g} s")
-        )
 
     def _settle(self) -> None:
         self._settled = True
@@ -256,8 +209,7 @@ class CoordinatorCore:
         if not schedulers or not (self._settled or len(schedulers) == len(self.expected_workers)):
             return
         now = self._clock()
-        for entry, expiry in self._waiting.items():
-            expiry.cancel()
+        for entry in self._waiting.take_all():
             if self._requests.get(entry.request.request_id) is not entry:
                 continue
             try:
@@ -269,7 +221,6 @@ class CoordinatorCore:
                 continue
             self._on_routed(events, worker_id)
             self._put(entry, worker_id)
-        self._waiting.clear()
 
     def _keep_counts(self, link: WorkerLink) -> None:
         if link.attached_once:
@@ -281,7 +232,7 @@ class CoordinatorCore:
         return {
             slot.worker_id: slot.link.scheduler
             for slot in self._slots.values()
-            if slot.link is not None and slot.serving and not slot.retiring
+            if slot.link is not None and slot.takes_requests
         }
 
     def _on_routed(self, events: list[Event], worker_id: str) -> None:
@@ -301,32 +252,12 @@ class CoordinatorCore:
         return [slot.worker_id for slot in self._slots.values() if not slot.retiring]
 
     async def expect(self, worker_ids: Collection[str], grace_seconds: float = 0.0) -> None:
-        """From now on these workers should be there. Those that should not finish what they run, for `grace_seconds`
-        at most; what is left then goes on elsewhere. Returns when they are gone; may be called again meanwhile.
+        """See `Departures.expect`."""
+        await self._departures.expect(worker_ids, grace_seconds)
 
-        Raises `ConfigError` for no worker at all.
-        """
-        if not worker_ids:
-            raise ConfigError("at least one worker is needed", param="worker_ids")
-        for worker_id in worker_ids:
-            slot = self._slots.setdefault(worker_id, WorkerSlot(worker_id))
-            slot.retiring = False
-        leaving = [slot for slot in self._slots.values() if slot.worker_id not in worker_ids]
-        for slot in leaving:
-            slot.retiring = True
-        deadline = self._clock() + grace_seconds
-        while self._clock() < deadline and any(map(self._runs_anything, leaving)):
-            await asyncio.sleep(_RETIRE_CHECK_SECONDS)
-        for slot in leaving:
-            if slot.retiring and self._slots.get(slot.worker_id) is slot:
-                logger.info("worker %s is let go", slot.worker_id)
-                if slot.task is not None:
-                    slot.task.cancel()
-                    await asyncio.gather(slot.task, return_exceptions=True)
-                del self._slots[slot.worker_id]
-
-    def _runs_anything(self, slot: WorkerSlot) -> bool:
-        return slot.link is not None and any(entry.link is slot.link for entry in self._requests)
+    def leave_nodes(self, nodes: Mapping[str, float]) -> None:
+        """See `Departures.leave_nodes`."""
+        self._departures.leave_nodes(nodes)
 
     # --- requests ------------------------------------------------------------------------------------------
 
@@ -362,7 +293,7 @@ class CoordinatorCore:
             "its stream or its coordinator was lost",
             age_seconds=resume.metrics.total_seconds if resume.metrics else 0.0,
         )
-        self._let_wait(self._requests.open(request, sink, resume))
+        self._waiting.enter(self._requests.open(request, sink, resume))
         self._place_waiting()
 
     def _check_open(self, request: Request) -> None:
@@ -450,12 +381,13 @@ class CoordinatorCore:
 
     async def close(self) -> None:
         """End every worker stream. Workers finish their running step and wait for the next epoch."""
-        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        tasks = [
+            task for slot in self._slots.values() for task in (slot.leaving, slot.task) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for expiry in self._waiting.values():
-            expiry.cancel()
+        self._waiting.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._tracer is not None:
@@ -468,6 +400,23 @@ class CoordinatorCore:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    def load(self) -> FleetLoad:
+        """For the autoscaling policy."""
+        totals = self._totals()
+        schedulers = self._schedulers()
+        return FleetLoad.of(
+            self._router.outlook(schedulers),
+            num_expected=len(self.expected_workers),
+            num_serving=len(schedulers),
+            prompt_tokens=totals["scheduled_tokens"] - totals["sampled_tokens"],
+            preemptions=sum(totals["preemptions"].values()) if totals["preemptions"] else 0,
+        )
+
+    def _totals(self) -> dict[str, Any]:
+        """Of all workers together, lost ones included."""
+        live = [slot.link.scheduler.snapshot() for slot in self._slots.values() if slot.link and slot.serving]
+        return total(live, [] if self._lost_counts is None else [self._lost_counts])
+
     def health(self) -> HealthReport:
         """Never waits for anything."""
         return worker_slot.report(
@@ -476,6 +425,21 @@ class CoordinatorCore:
             num_unfinished=len(self._requests),
             advice=self._guards.look(self._schedulers(), self._clock()),
         )
+
+    def live(self) -> dict[str, Any]:
+        """See `live.py`."""
+        workers: list[dict[str, Any]] = []
+        for slot in self._slots.values():
+            told = slot.health()
+            if slot.link is not None and slot.serving and len(workers) < live.WORKERS_MAX:
+                told |= live.describe_worker(slot.link.scheduler, slot.link.last_steps)
+            workers.append(told)
+        return {
+            **live.told_of(self.stats()),
+            "advice": [one.as_dict() for one in self.health().advice],
+            "workers": workers,
+            "requests": self._timelines.latest(),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts and gauges of all schedulers together, of each serving worker's, and of requests here."""

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, worker_actor_name
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import ConfigError, OctavoError, StartupError
 from octavo.protos.types import WorkerInfo
 from octavo.worker.actor import BuildExecutor, WorkerActor, build_executor
@@ -45,10 +46,10 @@ class Fleet:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
-        """`token`: what the coordinator's calls to the workers must carry."""
-        self._token = token
+        """`access`: what the coordinator must show to the workers."""
+        self._access = access
         self._loopback = loopback
         self._build = build
         self._actors: dict[str, Any] = {}
@@ -75,7 +76,7 @@ class Fleet:
                 (COORDINATOR_NAME, NAMESPACE),
                 loopback=self._loopback,
                 build=self._build,
-                token=self._token,
+                access=self._access,
             )
 
     def remove(self, worker_ids: Collection[str]) -> None:
@@ -133,3 +134,26 @@ def check_resources(configs: Sequence[WorkerConfig], offered: dict[str, float]) 
                 f"{len(configs)} workers need {need:g} {ray_name}; the cluster has {offered.get(ray_name, 0.0):g}",
                 param="num_workers",
             )
+
+
+def obtainable_resources() -> dict[str, float]:
+    """What the cluster has, or could have where an autoscaler may add nodes to it."""
+    from ray._private.state import state
+
+    offered: dict[str, float] = ray.cluster_resources()
+    # No public call tells what an autoscaler may add; Ray's own libraries ask this one.
+    for name, most in (state.get_max_resources_from_cluster_config() or {}).items():
+        offered[name] = max(offered.get(name, 0.0), float(most))
+    return offered
+
+
+def ask_for_room(configs: Sequence[WorkerConfig]) -> None:
+    """Tell the cluster's autoscaler, if there is one, what these workers need together: it adds nodes at once, and
+    may take away those that are no longer needed."""
+    from ray.autoscaler.sdk import request_resources
+
+    ray_names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    needs = [worker_resources(config) for config in configs]
+    request_resources(
+        bundles=[{ray_names[name]: count for name, count in one.items() if count} for one in needs]
+    )

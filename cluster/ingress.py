@@ -22,6 +22,7 @@ from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.auth import OPEN, Access
 from octavo.worker.loader import read_model_info, resolve_model
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ MAX_ONGOING_REQUESTS = 8192
 """Calls in one replica. Above the front door's own limit, whose refusals are in OpenAI's shape."""
 MAX_QUEUED_REQUESTS = 1024
 """Calls that wait at each proxy for a replica; Serve refuses the next with 503."""
-GRACEFUL_SHUTDOWN_SECONDS = 2.0
-"""The coordinator has been drained before a replica is told to end."""
+GRACEFUL_SHUTDOWN_SECONDS = 30.0
+"""A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
+HEAD_NODE = {"node:__internal_head__": 0.001}
+"""Ray's mark of the head node. The proxy is there, and with it all connections: a replica elsewhere would be one more
+node whose loss breaks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,8 @@ class IngressConfig:
     """As the workers were told; None: the model's."""
     num_replicas: int = 1
     http: HttpConfig = field(default_factory=HttpConfig)
-    token: str | None = field(default=None, repr=False)
-    """Of the system, for calls to the coordinator."""
+    access: Access = OPEN
+    """For calls to the coordinator."""
 
 
 def build_app(config: IngressConfig) -> FastAPI:
@@ -59,7 +63,7 @@ def build_app(config: IngressConfig) -> FastAPI:
     if config.max_model_len is not None:
         model = replace(model, max_model_len=min(model.max_model_len, config.max_model_len))
     tokenizer = Tokenizer(source.tokenizer_dir)
-    backend = GrpcBackend(model, find_coordinator, token=config.token)
+    backend = GrpcBackend(model, find_coordinator, access=config.access)
     http = config.http
     if config.num_replicas > 1:
         # A scrape reaches any of them: their counters must not be taken for one that jumps.
@@ -107,7 +111,7 @@ def ingress_application(config: IngressConfig, *parts: serve.Application) -> ser
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
         # Placed beside the workers, which have claimed the cores.
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
     )
     application: serve.Application = deployment.bind(*parts)
     return application

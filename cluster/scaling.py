@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from octavo.cluster.coordinator import ScaleWish
-from octavo.cluster.fleet import Fleet, check_resources
+from octavo.cluster.fleet import Fleet, ask_for_room, check_resources, obtainable_resources
 from octavo.protos.errors import ConfigError
 from octavo.worker.config import WorkerConfig
 
@@ -32,16 +32,13 @@ class Scaler:
         fleet: Fleet,
         make_configs: Callable[[int], list[WorkerConfig]],
         *,
-        elastic: bool = False,
         grace_seconds: float = RETIRE_GRACE_SECONDS,
         timeout_seconds: float = 10.0,
     ) -> None:
-        """`make_configs(count)`: of all workers, the present ones first and unchanged. `elastic`: workers may wait
-        for machines that join; otherwise a wish for more than the cluster holds is refused."""
+        """`make_configs(count)`: of all workers, the present ones first and unchanged."""
         self._coordinator = coordinator
         self._fleet = fleet
         self._make_configs = make_configs
-        self._elastic = elastic
         self._grace_seconds = grace_seconds
         self._timeout_seconds = timeout_seconds
         self._retiring: tuple[Any, list[str]] | None = None
@@ -53,27 +50,29 @@ class Scaler:
             self._finish_retiring(*self._retiring)
             return
         wish, expected = ray.get(self._coordinator.scaling.remote(), timeout=self._timeout_seconds)
-        if wish is not None and wish.refusal is None and wish.num_workers != len(self._fleet.worker_ids):
-            self._change(wish)
-        elif sorted(expected) != sorted(self._fleet.worker_ids):
+        if sorted(expected) != sorted(self._fleet.worker_ids):
+            # First of all: a wish of somebody who counts otherwise means something else.
             self._expect(self._fleet.worker_ids, 0.0)
+        elif wish is not None and wish.refusal is None and wish.num_workers != len(self._fleet.worker_ids):
+            self._change(wish)
 
     def _change(self, wish: ScaleWish) -> None:
         have = self._fleet.worker_ids
         configs = self._make_configs(wish.num_workers)
+        logger.info("%d workers in place of %d: %s", wish.num_workers, len(have), wish.reason)
         if wish.num_workers > len(have):
             try:
-                if not self._elastic:
-                    check_resources(configs, ray.cluster_resources())
+                check_resources(configs, obtainable_resources())
             except ConfigError as error:
                 ray.get(self._coordinator.refuse.remote(wish, error.message), timeout=self._timeout_seconds)
                 return
+            ask_for_room(configs)
             self._fleet.add([config for config in configs if config.worker_id not in have])
             self._expect(self._fleet.worker_ids, 0.0)
         else:
             kept = [config.worker_id for config in configs]
             leaving = [worker_id for worker_id in have if worker_id not in kept]
-            logger.info("%s retire", ", ".join(leaving))
+            ask_for_room(configs)
             self._retiring = (self._coordinator.expect.remote(kept, self._grace_seconds), leaving)
 
     def _expect(self, worker_ids: list[str], grace_seconds: float) -> None:

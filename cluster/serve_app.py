@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from octavo.cluster.config_sources import load_config
-from octavo.cluster.ingress import IngressConfig, ingress_application
+from octavo.cluster.ingress import HEAD_NODE, IngressConfig, ingress_application
 from octavo.cluster.service_config import ServiceConfig
 from octavo.cluster.system import System
-from octavo.protos.auth import new_token
+from octavo.protos.auth import Access, new_token
 from octavo.protos.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ _SERVES_OWN = ("host", "port", "ray_address")
 class SystemReplica:
     """Body of the `system` deployment. Ready once every worker has loaded."""
 
-    def __init__(self, config: ServiceConfig, token: str) -> None:
-        self._system = System(config, token=token, loopback=False, elastic=True)
+    def __init__(self, config: ServiceConfig, access: Access) -> None:
+        self._system = System(config, access=access, loopback=False)
         self._system.wait_ready(
             START_SECONDS_MAX, lambda info: logger.info("%s has loaded on %s", info.worker_id, info.device)
         )
@@ -87,13 +87,14 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if name in args:
             raise ConfigError(f"{name} is Serve's to say: under http_options in its config", param=name)
     config = load_config(args)
-    token = new_token()
+    access = Access(new_token(), config.tls_files)
     deployment: Any = serve.deployment(
         SystemReplica,
         name="system",
         num_replicas=1,
-        # The workers claim what they need; their owner only waits.
-        ray_actor_options={"num_cpus": 0},
+        # The workers claim what they need; their owner only waits. It is where the proxy is, so that one node's loss
+        # is as bad as another's.
+        ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
         health_check_period_s=10,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=DRAIN_SECONDS + 10.0,
@@ -104,7 +105,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
             max_model_len=config.max_model_len,
             num_replicas=config.num_ingresses,
             http=config.http_config(),
-            token=token,
+            access=access,
         ),
-        deployment.bind(config, token),
+        deployment.bind(config, access),
     )

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from octavo.cluster.ray_access import require_token
 from octavo.cluster.service_config import ServiceConfig, split_address
-from octavo.protos.auth import new_token
+from octavo.protos.auth import Access, new_token
 from octavo.protos.errors import ConfigError, StartupError
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.loader import read_model_info, resolve_model
@@ -54,6 +55,9 @@ RAY_STARTS_MAX = 2
 FREE_PORTS = range(20_000, 32_000)
 """Where port 0 is sought: below the ports that systems hand out to clients."""
 
+SERVE_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
+"""Name of the actor that is there while Serve runs in a cluster."""
+
 OnProgress = Callable[[str], None]
 
 
@@ -72,11 +76,12 @@ class Service:
         self._port = config.port
         self._system: System | None = None
         self._serve_started = False
+        self._serve_was_there = False
         self._ray_started = False
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
         self._advised: set[str] = set()
-        self._token = new_token()
+        self._access = Access(new_token(), config.tls_files)
 
     @property
     def url(self) -> str:
@@ -119,7 +124,7 @@ class Service:
 
         self._system = System(
             self.config,
-            token=self._token,
+            access=self._access,
             loopback=self.config.ray_address is None,
             build=self._build or build_executor,
         )
@@ -147,8 +152,14 @@ class Service:
             "logging_level": logging.ERROR,
         }
         _check_ray_address(self.config.ray_address)
+        if self.config.ray_address is None:
+            require_token()
         where = self.config.ray_address or "a local cluster"
-        local = {"address": "local", "include_dashboard": False, "_system_config": RAY_SETTINGS}
+        local = {
+            "address": "local",
+            "include_dashboard": False,
+            "_system_config": RAY_SETTINGS,
+        }
         options = {"address": self.config.ray_address} if self.config.ray_address else local
         with _own_signals(), _quiet():
             for attempt in range(1, RAY_STARTS_MAX + 1):
@@ -170,6 +181,8 @@ class Service:
 
         from octavo.cluster.ingress import APP_NAME, IngressConfig, ingress_application
 
+        known = ray.util.list_named_actors(all_namespaces=True)
+        self._serve_was_there = any(actor["name"] == SERVE_CONTROLLER for actor in known)
         quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         config = IngressConfig(
@@ -177,7 +190,7 @@ class Service:
             max_model_len=self.config.max_model_len,
             num_replicas=self.config.num_ingresses,
             http=self.config.http_config(),
-            token=self._token,
+            access=self._access,
         )
         try:
             serve.start(
@@ -271,13 +284,16 @@ class Service:
                 _end_processes(ours)
 
     def _leave_cluster(self) -> None:
-        """What is ours goes; the cluster and its Serve stay."""
+        """What is ours goes; the cluster stays, and so does its Serve if it was there before."""
         from ray import serve
 
         from octavo.cluster.ingress import APP_NAME
 
-        if self._serve_started:
+        if self._serve_started and self._serve_was_there:
             serve.delete(APP_NAME)
+        elif self._serve_started:
+            # Its proxy would hold the port.
+            serve.shutdown()
         if self._system is not None:
             self._system.kill()
 

@@ -18,23 +18,32 @@ from pydantic.fields import FieldInfo
 
 from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
+from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
+from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy
-from octavo.worker.config import DEVICES, DTYPES, QUANTIZATIONS, WorkerConfig
+from octavo.worker.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 from octavo.worker.model_cache import cache_root
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """In the name of a folder."""
 _HTTP, _SCHEDULER = HttpConfig(), SchedulerConfig(num_blocks=1)
+_AUTOSCALING = AutoscalingConfig(workers_max=1)
 _WORKER = WorkerConfig(worker_id="worker-0")
 """Whose defaults are the system's."""
 _OPTION_OF = {
     "num_host_blocks": "host_blocks",
     "num_threads": "threads_per_worker",
     "served_model_names": "served_model_name",
+    "workers_min": "scale_min",
+    "workers_max": "scale_max",
+    "wait_target": "scale_wait_target",
+    "up_after": "scale_up_after",
+    "down_after": "scale_down_after",
 }
 """A part's name of an option -> ours, where they differ."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HTTP_LIMITS = (
     "body_bytes_max",
     "file_bytes_max",
@@ -47,9 +56,9 @@ _HTTP_LIMITS = (
 """Limits of `HttpConfig` that are options."""
 
 
-def _option(default: Any, group: str, text: str, **names: str) -> Any:
-    """A field. `names`: `flag` and `env` where they do not follow from its name."""
-    return Field(default, description=text, json_schema_extra={"group": group, **names})
+def _option(default: Any, group: str, text: str, *, secret: bool = False, **names: str) -> Any:
+    """A field. `secret`: never printed. `names`: `flag` and `env` where they do not follow from its own."""
+    return Field(default, description=text, repr=not secret, json_schema_extra={"group": group, **names})
 
 
 def _either(*choices: str) -> str:
@@ -76,6 +85,28 @@ class ServiceConfig(BaseModel):
     )
 
     num_workers: int = _option(1, "Machines", "Worker processes, one device each.", flag="--workers")
+    scale_max: int | None = _option(
+        None,
+        "Machines",
+        "Let the number of workers follow the load, up to so many. Unset: it stays.",
+    )
+    scale_min: int = _option(1, "Machines", "Fewest workers, while their number follows the load.")
+    scale_wait_target: float = _option(
+        _AUTOSCALING.wait_target,
+        "Machines",
+        "Seconds to the first token, its own prompt aside, above which a request that arrives now counts as waiting "
+        "too long, and more workers are asked for.",
+    )
+    scale_up_after: float = _option(
+        _AUTOSCALING.up_after,
+        "Machines",
+        "Seconds that the need for more workers must last, and the least between two such changes.",
+    )
+    scale_down_after: float = _option(
+        _AUTOSCALING.down_after,
+        "Machines",
+        "Seconds that fewer workers must have been enough, and the least between two such changes.",
+    )
     device: str = _option(_WORKER.device, "Machines", f"{_either(*DEVICES)}.")
     threads_per_worker: int | None = _option(
         None, "Machines", "CPU threads of a worker. Unset: the cluster's cores shared evenly."
@@ -94,6 +125,7 @@ class ServiceConfig(BaseModel):
         (),
         "HTTP",
         "Ask clients for one of these keys. None: open to all who reach the port.",
+        secret=True,
         flag="--api-key",
         env="OCTAVO_API_KEY",
     )
@@ -126,6 +158,12 @@ class ServiceConfig(BaseModel):
     )
 
     block_size: int = _option(_WORKER.block_size, "Memory", "Tokens in one block of the KV cache: 16 or 32.")
+    kv_cache_dtype: str = _option(
+        _WORKER.kv_cache_dtype,
+        "Memory",
+        f"Of the KV cache: {_either(*KV_CACHE_DTYPES)}. `auto` is the model's; the others take a byte a number, less "
+        "exactly.",
+    )
     num_blocks: int | None = _option(None, "Memory", "Blocks of a worker. Unset: from free memory.")
     host_blocks: int | None = _option(
         None,
@@ -169,7 +207,22 @@ class ServiceConfig(BaseModel):
     router_policy: str = _option(
         "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
     )
+    max_waiting: int = _option(
+        _SCHEDULER.max_waiting, "Scheduling", "Requests that may queue at each worker; one more gets 429."
+    )
+    max_waiting_tokens: int = _option(
+        _SCHEDULER.max_waiting_tokens, "Scheduling", "Prompt tokens that may queue at each worker."
+    )
+    priority_aging_seconds: float = _option(
+        _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
+    )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    ui: bool | None = _option(
+        None,
+        "Observing",
+        "Serve a page at `/ui` that shows what the system is doing now, read-only. Unset: only where `host` is "
+        "loopback.",
+    )
     recording: str | None = _option(
         None,
         "Observing",
@@ -177,6 +230,15 @@ class ServiceConfig(BaseModel):
         "`octavo replay` makes every decision again.",
         flag="--record",
     )
+
+    tls_cert: str | None = _option(
+        None,
+        "Security",
+        "With the next two: a PEM file, at this path on every node, of the certificate that workers, coordinator and "
+        "ingresses show each other (docs/security.md). Unset: their calls carry a token, in the clear.",
+    )
+    tls_key: str | None = _option(None, "Security", "Its private key.")
+    tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
 
     otlp_endpoint: str | None = _option(
         None,
@@ -218,12 +280,19 @@ class ServiceConfig(BaseModel):
                 **self.scheduler_options(),
             )
             self.http_config()
+            self._check_autoscaling()
         except ConfigError as error:
             raise _renamed(error) from None
+        _ = self.tls_files
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
         """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
-        each still gets the threads that it would have had at start."""
+        each still gets the threads that it would have had at start, which leave room for as many as there may be."""
+        most = self.scale_max or self.num_workers
         return [
             WorkerConfig(
                 worker_id=f"worker-{number}",
@@ -231,6 +300,7 @@ class ServiceConfig(BaseModel):
                 device=device,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                kv_cache_dtype=self.kv_cache_dtype,
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
                 num_host_blocks=self.host_blocks,
@@ -239,7 +309,7 @@ class ServiceConfig(BaseModel):
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 allow_high_gpu_memory_utilization=self.allow_high_gpu_memory_utilization,
-                num_threads=self.threads_per_worker or max(1, cores // self.num_workers),
+                num_threads=self.threads_per_worker or max(1, cores // most),
             )
             for number in range(count or self.num_workers)
         ]
@@ -253,7 +323,33 @@ class ServiceConfig(BaseModel):
             "prefix_cache": self.prefix_cache,
             "host_tier": self.host_tier,
             "itl_target": self.itl_target,
+            "max_waiting": self.max_waiting,
+            "max_waiting_tokens": self.max_waiting_tokens,
+            "priority_aging_seconds": self.priority_aging_seconds,
         }
+
+    def autoscaling(self) -> AutoscalingConfig | None:
+        """None: the number of workers stays."""
+        if self.scale_max is None:
+            return None
+        return AutoscalingConfig(
+            workers_min=self.scale_min,
+            workers_max=self.scale_max,
+            wait_target=self.scale_wait_target,
+            up_after=self.scale_up_after,
+            cooldown_up=self.scale_up_after,
+            down_after=self.scale_down_after,
+            cooldown_down=self.scale_down_after,
+        )
+
+    def _check_autoscaling(self) -> None:
+        limits = self.autoscaling()
+        if limits is not None and not limits.workers_min <= self.num_workers <= limits.workers_max:
+            raise ConfigError(
+                f"num_workers must be from {limits.workers_min} to {limits.workers_max} (scale_min and scale_max), "
+                f"got {self.num_workers}",
+                param="num_workers",
+            )
 
     def setup_advice(self) -> tuple[Advice, ...]:
         """What is unwise about these options, though they are allowed."""
@@ -271,6 +367,7 @@ class ServiceConfig(BaseModel):
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            live_page=self.host in LOOPBACK if self.ui is None else self.ui,
             **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )
 
@@ -316,7 +413,9 @@ def _explained(error: ValidationError) -> ConfigError:
         return ConfigError(
             f"there is no option {name!r}{did_you_mean(name, ServiceConfig.model_fields)}", param=name
         )
-    return ConfigError(f"{name} must be {noun_of(kind)}, got {first['input']!r:.100}", param=name)
+    shown = ServiceConfig.model_fields[name].repr
+    value = f"{first['input']!r:.100}" if shown else "something else"
+    return ConfigError(f"{name} must be {noun_of(kind)}, got {value}", param=name)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
-from octavo.cluster.coordinator_core import CoordinatorConfig
-from octavo.cluster.fleet import Fleet, check_resources
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.fleet import Fleet, check_resources, obtainable_resources
 from octavo.cluster.scaling import Scaler
 from octavo.cluster.service_config import ServiceConfig
+from octavo.protos.auth import Access
 from octavo.protos.errors import StartupError
 from octavo.protos.types import WorkerInfo
 from octavo.worker.actor import BuildExecutor, build_executor
@@ -35,13 +37,11 @@ class System:
         self,
         config: ServiceConfig,
         *,
-        token: str,
+        access: Access,
         loopback: bool,
-        elastic: bool = False,
         build: BuildExecutor = build_executor,
     ) -> None:
         """Ask Ray for all actors; `wait_ready` says when they are there. `loopback`: only this machine may call them.
-        `elastic`: machines may join for those that find no room, so that waiting is better than refusing.
 
         Raises `ConfigError` for what this cluster cannot give and `StartupError` when an Octavo runs in it.
         """
@@ -51,8 +51,7 @@ class System:
         if device == "auto":
             device = "cuda" if offered.get("GPU", 0) >= config.num_workers else "cpu"
         configs = config.worker_configs(cores=cores, device=device)
-        if not elastic:
-            check_resources(configs, offered)
+        check_resources(configs, obtainable_resources())
         coordinator_config = CoordinatorConfig(
             worker_ids=tuple(worker.worker_id for worker in configs),
             scheduler_options=config.scheduler_options(),
@@ -61,22 +60,30 @@ class System:
             setup_advice=config.setup_advice(),
             recording=config.recording,
             otlp_endpoint=config.otlp_endpoint,
-            token=token,
+            access=access,
         )
         try:
             self._coordinator: Any = (
                 ray.remote(Coordinator)
-                .options(name=COORDINATOR_NAME, namespace=NAMESPACE, max_restarts=-1, num_cpus=0)
-                .remote(coordinator_config, loopback=loopback)
+                .options(
+                    name=COORDINATOR_NAME,
+                    namespace=NAMESPACE,
+                    max_restarts=-1,
+                    num_cpus=0,
+                    # Beside its owner, this process, without which it ends anyway: no other node's loss is its own.
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        ray.get_runtime_context().get_node_id(), soft=True
+                    ),
+                )
+                .remote(coordinator_config, loopback=loopback, autoscaling=config.autoscaling())
             )
         except ValueError as error:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
-        self._fleet = Fleet(configs, loopback=loopback, build=build, token=token)
+        self._fleet = Fleet(configs, loopback=loopback, build=build, access=access)
         self._scaler = Scaler(
             self._coordinator,
             self._fleet,
             lambda count: config.worker_configs(cores=cores, device=device, count=count),
-            elastic=elastic,
         )
 
     def wait_ready(

@@ -24,6 +24,10 @@ class WorkerSlot:
     link: WorkerLink | None = None
     task: asyncio.Task[None] | None = None
     address: str | None = None
+    node_id: str | None = None
+    """Where it was last; None: nobody has said."""
+    leaving: asyncio.Task[None] | None = None
+    """Under way once its node is about to go: it takes nothing new and is started anew elsewhere."""
     ever_served: bool = False
     retiring: bool = False
     """It takes no new requests and goes once it has none."""
@@ -35,9 +39,13 @@ class WorkerSlot:
         return self.link is not None and self.link.serving
 
     @property
+    def takes_requests(self) -> bool:
+        return self.serving and not self.retiring and self.leaving is None
+
+    @property
     def status(self) -> HealthStatus:
         if self.serving:
-            return HealthStatus.DRAINING if self.retiring else HealthStatus.READY
+            return HealthStatus.READY if self.takes_requests else HealthStatus.DRAINING
         return HealthStatus.DEAD if self.ever_served else HealthStatus.LOADING
 
     def health(self) -> dict[str, Any]:
@@ -73,10 +81,12 @@ def count_by_status(slots: Collection[WorkerSlot]) -> dict[str, int]:
 def report(
     slots: Collection[WorkerSlot], *, draining: bool, num_unfinished: int, advice: tuple[Advice, ...]
 ) -> HealthReport:
-    """The whole system. Workers that retire are shown and not counted."""
+    """The whole system. Workers that retire are shown and not counted; those whose node goes are missing."""
     expected = [slot for slot in slots if not slot.retiring]
-    ready = sum(slot.serving for slot in expected)
-    missing = ", ".join(f"{slot.worker_id} {slot.status.value}" for slot in expected if not slot.serving)
+    ready = sum(slot.takes_requests for slot in expected)
+    missing = ", ".join(
+        f"{slot.worker_id} {slot.status.value}" for slot in expected if not slot.takes_requests
+    )
     detail = f"{ready} of {len(expected)} workers serve: {missing}" if missing else ""
     if draining:
         status = HealthStatus.DRAINING
@@ -85,6 +95,8 @@ def report(
         status = HealthStatus.READY
     elif ready:
         status = HealthStatus.DEGRADED
+    elif any(slot.serving for slot in slots):
+        status = HealthStatus.DRAINING
     elif any(slot.ever_served for slot in slots):
         status = HealthStatus.DEAD
     else:

@@ -24,7 +24,7 @@ from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex, hear_no_more
 from octavo.scheduler.promised import PromisedPrefixes
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.start_time import Floats, StartTimes, predict
+from octavo.scheduler.start_time import Floats, StartTimes, may_lack_room, predict
 
 ROUTER_POLICIES = ("predicted_ttft", "prefix", "least_loaded", "round_robin")
 """`prefix` goes where most of the prompt is cached; the last two look at no prefix. They are there to be compared."""
@@ -85,6 +85,20 @@ class Routed(Event):
     scores: tuple[Score, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request that arrives now would meet, at the worker where it would start soonest, and how full all are."""
+
+    wait_seconds: float
+    """To its first token, were its prompt a single one."""
+    queued_branches: int
+    """That stand before it."""
+    full: float
+    """Share of all rows or of all blocks that is in use, whichever is more."""
+    token_seconds: float
+    """A token of a prompt takes so long, on average over the workers."""
+
+
 def check_policy(policy: str) -> None:
     """Raises `ConfigError` for one that is unknown."""
     if policy not in ROUTER_POLICIES:
@@ -138,7 +152,13 @@ class Router:
         if workers != self._fleet:
             self.adopt(workers)
         known = self._known_blocks(request)
-        times = predict(self._loads, request.num_prompt_tokens, known.expected, known.on_host)
+        times = predict(
+            self._loads,
+            request.num_prompt_tokens,
+            known.expected,
+            known.on_host,
+            self._shared(request, known),
+        )
         self._count += 1
         refusal: RequestTooLargeError | OverloadedError | None = None
         tried: list[int] = []
@@ -165,6 +185,27 @@ class Router:
             return worker_id, [Routed(request.request_id, now, worker_id, scores), *queued]
         assert refusal is not None
         raise refusal
+
+    def outlook(self, workers: Mapping[str, Scheduler]) -> Outlook:
+        """Changes nothing that a choice depends on. Without workers the wait is infinite."""
+        if not workers:
+            return Outlook(float("inf"), 0, 0.0, 0.0)
+        if workers != self._fleet:
+            self.adopt(workers)
+        nothing = np.zeros(len(self._ids))
+        wait = predict(self._loads, 1, nothing, nothing, nothing).ttft
+        best = int(wait.argmin())
+        totals = self._loads.sum(axis=0)
+        full = max(
+            totals[Load.RUNNING_BRANCHES] / totals[Load.MAX_BRANCHES],
+            totals[Load.USED_BLOCKS] / totals[Load.NUM_BLOCKS],
+        )
+        return Outlook(
+            float(wait[best]),
+            int(self._loads[best, Load.WAITING_BRANCHES]),
+            float(full),
+            float(totals[Load.TOKEN_SECONDS]) / len(self._ids),
+        )
 
     # --- filter --------------------------------------------------------------------------------------------
 
@@ -224,6 +265,17 @@ class Router:
                 if scheduler.runs(request.fork_of):
                     held[position] = scheduler.cached_tokens_of(request) // scheduler.config.block_size
         return _KnownBlocks(held, on_host, np.maximum(held, promised))
+
+    def _shared(self, request: Request, known: _KnownBlocks) -> Floats:
+        """Blocks of its prefix that others hold, so that they take no room; looked up where room is short."""
+        shared = np.zeros(len(self._ids))
+        short = may_lack_room(self._loads, request.num_prompt_tokens) & (known.held > 0)
+        for position in np.flatnonzero(short).tolist():
+            scheduler = self._fleet[self._ids[position]]
+            shared[position] = scheduler.num_blocks_shared(request, int(known.held[position]))
+        # What is promised is held by whoever computes it.
+        shared += known.expected - known.held
+        return shared
 
     # --- score and pick ------------------------------------------------------------------------------------
 

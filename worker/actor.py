@@ -17,7 +17,9 @@ from pathlib import Path
 import ray
 
 import octavo
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import StartupError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import WorkerInfo
 from octavo.worker.config import WorkerConfig
 from octavo.worker.servicer import StepExecutor, WorkerServer, compute_thread
@@ -54,7 +56,7 @@ def hide_checkout() -> None:
 
 
 class WorkerActor:
-    """Body of the actor. `coordinator`: name and namespace of an actor with `announce(worker_id, address)`.
+    """Body of the actor. `coordinator`: name and namespace of an actor with `announce(worker_id, address, node_id)`.
 
     A name and not a handle: Ray keeps a handle among an actor's arguments in the object store, and an actor whose
     arguments were lost with a node cannot be started anew.
@@ -67,14 +69,14 @@ class WorkerActor:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
         hide_checkout()
-        self._token = token
+        self._access = access
         self._config = config
         self._coordinator = coordinator
         self._build = build
-        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._interface = LOOPBACK if loopback else Interface.of_node(ray.util.get_node_ip_address())
         self._compute = compute_thread()
         self._server: WorkerServer | None = None
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
@@ -94,7 +96,11 @@ class WorkerActor:
             os.environ["OMP_NUM_THREADS"] = str(self._config.num_threads)
         executor = await self._build_patiently()
         self._server = WorkerServer(
-            executor, host=self._host, on_fatal=self._die, compute=self._compute, token=self._token
+            executor,
+            interface=self._interface,
+            on_fatal=self._die,
+            compute=self._compute,
+            access=self._access,
         )
         address = await self._server.start()
         logger.info("worker %s serves at %s", self._config.worker_id, address)
@@ -121,13 +127,14 @@ class WorkerActor:
             pause = min(2 * pause, REBUILD_SECONDS_MAX)
 
     async def _announce(self, server: WorkerServer, address: str) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
         while True:
             if not server.servicer.attached:
                 try:
                     name, namespace = self._coordinator
                     # Asks the cluster's store and blocks while it does.
                     actor = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
-                    await actor.announce.remote(self._config.worker_id, address)
+                    await actor.announce.remote(self._config.worker_id, address, node_id)
                 except (ValueError, ray.exceptions.RayError) as error:
                     # It is being restarted; the next round finds it again.
                     logger.warning("the coordinator does not answer: %s", type(error).__name__)

@@ -67,6 +67,16 @@ def simulate(
         ),
     ] = "octavo",
     itl_target: Annotated[float | None, typer.Option(help="Seconds a step may take.")] = None,
+    scale_max: Annotated[
+        int | None, typer.Option(help="Let the number of workers follow the load, up to so many.")
+    ] = None,
+    scale_min: Annotated[int, typer.Option(help="Fewest workers then.")] = 1,
+    scale_wait_target: Annotated[
+        float, typer.Option(help="Seconds that a request may wait before more workers are asked for.")
+    ] = 2.0,
+    worker_start: Annotated[
+        float, typer.Option(help="Seconds from asking for a worker to its first step.")
+    ] = 60.0,
     trace_format: Annotated[
         str | None,
         typer.Option(
@@ -99,10 +109,16 @@ def simulate(
     from octavo.cluster.simulator.html_report import Curves, page
     from octavo.cluster.simulator.report import Slo, summarise
     from octavo.cluster.simulator.traces import read_trace
+    from octavo.scheduler.autoscaling import AutoscalingConfig
 
     device = choose_device(model, gpu, tp, calibration, price)
     requests = read_trace(trace, trace_format)
     requests = requests.cut(limit or len(requests.requests)).faster(speed)
+    autoscaling = None
+    if scale_max is not None:
+        autoscaling = AutoscalingConfig(
+            workers_min=scale_min, workers_max=scale_max, wait_target=scale_wait_target
+        )
     base: dict[str, Any] = {
         "num_workers": workers,
         "policy": policy,
@@ -119,6 +135,8 @@ def simulate(
             host_blocks=host_blocks,
             itl_target=itl_target,
             seed=seed,
+            autoscaling=autoscaling,
+            worker_start_seconds=worker_start,
             **base | choice,
         )
         for choice in _choices(sweep or [])
@@ -205,5 +223,8 @@ def _print(summaries: Sequence[Summary]) -> None:
     if not console.is_terminal:
         console = Console(width=20 + 16 * (len(summaries) + 1))
     console.print(table)
+    for one in summaries:
+        for change in one.size_changes:
+            print(f"{change.at_seconds:.0f} s: {change.num_workers} workers: {change.reason}")
     if refused := max(one.refused for one in summaries):
         print(f"{refused} requests were refused: longer than --max-model-len or than a worker's pool.")

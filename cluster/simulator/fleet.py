@@ -1,7 +1,8 @@
 """A trace through a whole fleet in virtual time: the Router and Schedulers of production, simulated workers.
 
 Arrivals are the only things that workers have in common, so the fleet moves from one to the next: every worker takes
-in what has ended by then, and the router sees all of them at that very moment.
+in what has ended by then, and the router sees all of them at that very moment. A fleet that scales itself stops at
+every second in between, too, for its policy to look.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from octavo.cluster.simulator.traces import Trace, TraceRequest
 from octavo.cluster.simulator.worker import SimulatedWorker
 from octavo.protos.errors import ConfigError, OverloadedError, RequestTooLargeError
 from octavo.protos.types import Request, SamplingParams
+from octavo.scheduler.autoscaling import Autoscaler, AutoscalingConfig, FleetLoad
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import (
     Admitted,
@@ -35,6 +37,8 @@ END_OF_TIME = 1e9
 """Seconds; later than anything ends."""
 WAITING_MAX = 1_000_000
 """A simulated queue holds whatever comes, so that saturation shows as waiting."""
+SCALING_PERIOD_SECONDS = 1.0
+"""Between two looks of the policy at a fleet that scales itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,10 @@ class FleetConfig:
     seed: int = 0
     collapse: bool = True
     """Take many decode steps at once where nothing is decided; the result is the same."""
+    autoscaling: AutoscalingConfig | None = None
+    """None: always `num_workers`; else so many at the beginning."""
+    worker_start_seconds: float = 60.0
+    """From asking for a worker to its first step."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -69,6 +77,11 @@ class FleetConfig:
                 f"system {self.system} reserves max_model_len ({self.max_model_len}) tokens for each request, and a "
                 f"worker has {self.pool_tokens}",
                 param="max_model_len",
+            )
+        if not self.worker_start_seconds >= 0:
+            raise ConfigError(
+                f"worker_start_seconds must be at least 0, got {self.worker_start_seconds!r}",
+                param="worker_start_seconds",
             )
         self.scheduler_config()
 
@@ -132,6 +145,15 @@ class Outcome:
         return (self.total_seconds - self.ttft_seconds) / (self.num_output_tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class SizeChange:
+    """From `at_seconds` on so many workers are wanted."""
+
+    at_seconds: float
+    num_workers: int
+    reason: str
+
+
 @dataclass(slots=True)
 class RunRecord:
     """What a run leaves: outcomes in order of arrival, and what its steps were."""
@@ -147,7 +169,21 @@ class RunRecord:
     end_seconds: float = 0.0
     index_bytes: int = 0
     schedulers: list[dict[str, Any]] = field(default_factory=list)
-    """Each worker's `Scheduler.snapshot()` at the end."""
+    """Each worker's `Scheduler.snapshot()` at its end."""
+    size_changes: list[SizeChange] = field(default_factory=list)
+    worker_seconds: float = 0.0
+    """Of all workers together, from when each was asked for until it went."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """Of one worker, in seconds."""
+
+    asked_at: float
+    ready_at: float
+    leaving: bool = False
+    """It takes nothing new."""
+    gone_at: float = END_OF_TIME
 
 
 class Simulation:
@@ -162,38 +198,97 @@ class Simulation:
         self._router = Router(config.seed, policy=system(config.system).policy or config.policy)
         self._record = RunRecord(config, trace.name, [])
         self._open: dict[str, Outcome] = {}
-        width = len(str(config.num_workers - 1))
-        scheduler_config = config.scheduler_config()
         self.workers: dict[str, SimulatedWorker] = {}
+        """All that ever were."""
+        self._lives: dict[str, _Life] = {}
         self._position: dict[str, int] = {}
-        for position in range(config.num_workers):
-            name = f"w{position:0{width}}"
-            self.workers[name] = SimulatedWorker(
-                Scheduler(scheduler_config, config.device.step_time()),
-                config.device.step_time(),
-                on_events=self._take,
-                on_steps=self._count_steps,
-                collapse=config.collapse,
-            )
-            self._position[name] = position
+        self._autoscaler = None if config.autoscaling is None else Autoscaler(config.autoscaling)
+        first = trace.requests[0].at_seconds if trace.requests else 0.0
+        self._next_look = first
+        for _ in range(config.num_workers):
+            self._add_worker(first, first)
         self.schedulers = {name: worker.scheduler for name, worker in self.workers.items()}
+        """Of the workers that take requests."""
 
     def run(self) -> RunRecord:
-        workers = list(self.workers.values())
         for number, one in enumerate(self._trace.requests):
-            now = one.at_seconds
-            for worker in workers:
-                if worker.next_seconds <= now:
-                    worker.run_until(now)
+            self._look_until(one.at_seconds)
+            self._run_workers(one.at_seconds)
             self._arrive(number, one)
             self._on_progress(number + 1)
-        for worker in workers:
-            worker.run_until(END_OF_TIME)
-        self._record.busy_seconds = [worker.busy_seconds for worker in workers]
-        self._record.schedulers = [worker.scheduler.snapshot() for worker in workers]
-        self._record.index_bytes = self._router.index_bytes
+        while self._autoscaler is not None and self._open:
+            self._look_until(self._next_look)
+        self._run_workers(END_OF_TIME)
+        record = self._record
+        end = record.end_seconds
+        record.worker_seconds = sum(min(life.gone_at, end) - life.asked_at for life in self._lives.values())
+        record.busy_seconds = [worker.busy_seconds for worker in self.workers.values()]
+        record.schedulers = [worker.scheduler.snapshot() for worker in self.workers.values()]
+        record.index_bytes = self._router.index_bytes
         assert not self._open, "a request has neither ended nor been refused"
-        return self._record
+        return record
+
+    def _run_workers(self, now: float) -> None:
+        for worker in self.workers.values():
+            if worker.next_seconds <= now:
+                worker.run_until(now)
+
+    # --- a fleet that scales itself ------------------------------------------------------------------------
+
+    def _add_worker(self, asked_at: float, ready_at: float) -> None:
+        config = self._config
+        most = config.autoscaling.workers_max if config.autoscaling else config.num_workers
+        position = len(self.workers)
+        name = f"w{position:0{len(str(max(most, config.num_workers) - 1))}}"
+        self.workers[name] = SimulatedWorker(
+            Scheduler(config.scheduler_config(), config.device.step_time()),
+            config.device.step_time(),
+            on_events=self._take,
+            on_steps=self._count_steps,
+            collapse=config.collapse,
+        )
+        self._lives[name] = _Life(asked_at, ready_at)
+        self._position[name] = position
+
+    def _look_until(self, now: float) -> None:
+        while self._autoscaler is not None and self._next_look <= now:
+            self._run_workers(self._next_look)
+            self._scale(self._autoscaler, self._next_look)
+            self._next_look += SCALING_PERIOD_SECONDS
+
+    def _scale(self, autoscaler: Autoscaler, now: float) -> None:
+        """Who has loaded joins, who leaves goes once it has nothing left, and the policy is asked for a number."""
+        for name, life in self._lives.items():
+            if life.leaving and life.gone_at == END_OF_TIME and not self.workers[name].scheduler.has_work:
+                life.gone_at = now
+        self._join_ready(now)
+        expected = [life for life in self._lives.values() if not life.leaving]
+        stats = [worker.scheduler.stats for worker in self.workers.values()]
+        load = FleetLoad.of(
+            self._router.outlook(self.schedulers),
+            num_expected=len(expected),
+            num_serving=len(self.schedulers),
+            prompt_tokens=sum(one.scheduled_tokens - one.sampled_tokens for one in stats),
+            preemptions=sum(sum(one.preemptions.values()) for one in stats),
+        )
+        decision = autoscaler.observe(load, now)
+        if decision.num_workers == len(expected):
+            return
+        self._record.size_changes.append(SizeChange(now, decision.num_workers, decision.reason))
+        for life in expected[decision.num_workers :]:
+            life.leaving = True
+        for _ in range(decision.num_workers - len(expected)):
+            self._add_worker(now, now + self._config.worker_start_seconds)
+        self._join_ready(now)
+
+    def _join_ready(self, now: float) -> None:
+        self.schedulers = {
+            name: self.workers[name].scheduler
+            for name, life in self._lives.items()
+            if life.ready_at <= now and not life.leaving
+        }
+
+    # --- requests ------------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, one: TraceRequest) -> None:
         request = Request(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.cluster.simulator.fleet import Outcome, RunRecord, quantile
+from octavo.cluster.simulator.fleet import Outcome, RunRecord, SizeChange, quantile
 from octavo.cluster.simulator.history import system
 
 
@@ -33,6 +33,12 @@ class Summary:
     device_source: str
     """"roofline": computed from data sheets; "measured": fitted to steps of that machine."""
     workers: int
+    """At the beginning."""
+    workers_mean: float
+    """Over the run; one that loads or drains counts."""
+    workers_peak: int
+    size_changes: tuple[SizeChange, ...]
+    """Of a fleet that scales itself."""
     system: str
     """One of `history.SYSTEMS`."""
     policy: str
@@ -89,12 +95,14 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
     good = sum(slo.met_by(one) for one in done)
     count = max(1, len(done))
     stats = record.schedulers
-    hours = seconds / 3600 * config.num_workers
     return Summary(
         trace=record.trace_name,
         device=device.name,
         device_source=device.source,
         workers=config.num_workers,
+        workers_mean=record.worker_seconds / seconds,
+        workers_peak=max([config.num_workers, *(change.num_workers for change in record.size_changes)]),
+        size_changes=tuple(record.size_changes),
         system=config.system,
         policy=system(config.system).policy or config.policy,
         block_size=limits.block_size,
@@ -116,13 +124,16 @@ def summarise(record: RunRecord, slo: Slo) -> Summary:
         recomputed_share=sum(one["recomputed_tokens"] for one in stats)
         / max(1, sum(one["scheduled_tokens"] for one in stats)),
         waste=sum(one["peak_waste"] for one in stats) / max(1, len(stats)),
-        utilisation=sum(record.busy_seconds) / config.num_workers / seconds,
+        utilisation=sum(record.busy_seconds) / max(1e-9, record.worker_seconds),
         ttft_error_mean=sum(abs(one.ttft_seconds - one.predicted_ttft_seconds) for one in done) / count,
         cached_as_predicted=sum(one.cached_tokens == one.predicted_cached_tokens for one in done) / count,
         cached_as_told=sum(not one.repredictions for one in done) / count,
         index_exact=sum(one.index_exact for one in done) / count,
         index_bytes=record.index_bytes,
-        dollars_per_million_tokens=device.dollars_per_hour * hours / max(1, prompt + output) * 1e6,
+        dollars_per_million_tokens=device.dollars_per_hour
+        * (record.worker_seconds / 3600)
+        / max(1, prompt + output)
+        * 1e6,
     )
 
 
@@ -141,6 +152,7 @@ def _weighted_quantile(values: Sequence[float], weights: Sequence[float], share:
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("workers", "workers", "d"),
     ("system", "system", ""),
+    ("workers_mean", "workers, mean", ".1f"),
     ("policy", "policy", ""),
     ("block_size", "block size", "d"),
     ("max_num_batched_tokens", "budget", "d"),

@@ -53,6 +53,8 @@ class StaticBatching:
             heapq.heappush(free, (done, worker))
             begin = end
             self._on_progress(begin + record.refused)
+        begun = waiting[0].at_seconds if waiting else 0.0
+        record.worker_seconds = config.num_workers * (record.end_seconds - begun)
         record.schedulers = [
             {"recomputed_tokens": 0, "scheduled_tokens": scheduled, "peak_waste": waste}
             for scheduled, waste in zip(self._scheduled, self._waste, strict=True)

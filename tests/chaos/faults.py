@@ -11,6 +11,7 @@ from .system import System, until
 from .traffic import Traffic, make_requests
 
 BOTH_WITHIN_SECONDS = 0.5
+NEW_NODE_SECONDS = 1.0
 
 
 async def worker_killed(system: System, rng: random.Random) -> None:
@@ -41,11 +42,25 @@ async def worker_frozen(system: System, rng: random.Random) -> None:
     system.wake(name)
 
 
+async def node_lost(system: System, rng: random.Random) -> None:
+    """The machine of a worker is gone: all that its peers notice is silence, no connection is reset. A new one comes
+    after a while."""
+    name = rng.choice(system.worker_names)
+    system.freeze(name)
+
+    async def given_up() -> bool:
+        return await system.worker_status(name) == "dead"
+
+    await until(given_up, 30, "the lost node's worker is given up")
+    system.kill(name, restart_seconds=NEW_NODE_SECONDS)
+
+
 FAULTS: dict[str, Callable[[System, random.Random], Awaitable[None]]] = {
     "worker killed": worker_killed,
     "coordinator killed": coordinator_killed,
     "coordinator and worker killed": both_killed,
     "worker frozen": worker_frozen,
+    "node lost": node_lost,
 }
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 async def coordinator(folder: Path, num_workers: int, lease_seconds: float | None) -> None:
-    from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+    from octavo.cluster.coordinator_config import CoordinatorConfig
+    from octavo.cluster.coordinator_core import CoordinatorCore
     from octavo.cluster.coordinator_servicer import CoordinatorServer
 
     core = CoordinatorCore(
@@ -62,7 +65,7 @@ async def coordinator(folder: Path, num_workers: int, lease_seconds: float | Non
 
     Path(announce_socket(folder)).unlink(missing_ok=True)
     listener = await asyncio.start_unix_server(hear, announce_socket(folder))
-    server = CoordinatorServer(core, host="127.0.0.1")
+    server = CoordinatorServer(core)
     write_whole(address_file(folder), await server.start())
     while listener.is_serving():
         await asyncio.sleep(CHECK_SECONDS)
@@ -70,13 +73,9 @@ async def coordinator(folder: Path, num_workers: int, lease_seconds: float | Non
             scheduler.check_integrity()
 
 
-async def worker(folder: Path, worker_id: str) -> None:
-    import dataclasses
-    import time
-
-    from octavo.worker.servicer import WorkerServer
-
-    from ..worker.executor_support import make_executor
+def pool_executor(worker_id: str, make_executor: Callable[..., Any]) -> Any:
+    """The real executor and sampler over a pool of tokens; it checks its invariants after each step. `make_executor`:
+    that of `executor_support`, which brings torch."""
 
     executor, _ = make_executor(
         num_blocks=NUM_BLOCKS,
@@ -100,7 +99,15 @@ async def worker(folder: Path, worker_id: str) -> None:
         return result
 
     executor.execute = checked
-    server = WorkerServer(executor, host="127.0.0.1", on_fatal=end_with)
+    return executor
+
+
+async def worker(folder: Path, worker_id: str) -> None:
+    from octavo.worker.servicer import WorkerServer
+
+    from ..worker.executor_support import make_executor
+
+    server = WorkerServer(pool_executor(worker_id, make_executor), on_fatal=end_with)
     announcement = {"worker_id": worker_id, "address": await server.start()}
     while True:
         if not server.servicer.attached:

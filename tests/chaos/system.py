@@ -64,7 +64,8 @@ class System:
         self._folder_owner = tempfile.TemporaryDirectory(prefix="octavo-chaos-")
         self.folder = Path(self._folder_owner.name)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._killed: set[int] = set()
+        self._killed: dict[int, float] = {}
+        """Process id -> seconds after which it is started anew."""
         self._supervisor: asyncio.Task[None] | None = None
         self.fault: str | None = None
 
@@ -132,15 +133,15 @@ class System:
                 if name == "ingress":
                     del self._processes[name]
                     continue
-                await asyncio.sleep(RESTART_SECONDS)
+                await asyncio.sleep(self._killed[process.pid])
                 self._start(name)
 
     # --- faults --------------------------------------------------------------------------------------------
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, restart_seconds: float = RESTART_SECONDS) -> None:
         """kill -9; it is started anew."""
         process = self._processes[name]
-        self._killed.add(process.pid)
+        self._killed[process.pid] = restart_seconds
         process.send_signal(signal.SIGKILL)
 
     def freeze(self, name: str) -> None:

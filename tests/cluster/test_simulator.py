@@ -16,6 +16,7 @@ from octavo.cluster.simulator.fleet import FleetConfig, Simulation
 from octavo.cluster.simulator.hardware import GPUS, MODELS, Device, preset, roofline
 from octavo.cluster.simulator.traces import Trace, TraceRequest, read_trace
 from octavo.protos.errors import ConfigError, InvalidRequestError
+from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.events import Event, RepredictionCause
 from octavo.scheduler.router import ROUTER_POLICIES
 
@@ -141,6 +142,64 @@ def test_what_can_never_fit_is_refused_and_counted():
     trace = Trace("two", [TraceRequest(0.0, 5000, 3), TraceRequest(0.0, 50, 3)])
     record = Simulation(FleetConfig(device=DEVICE), trace).run()
     assert (record.refused, len(record.outcomes)) == (1, 1)
+
+
+# --- a fleet that scales itself ---------------------------------------------------------------------------------
+
+
+def load_step(seed: int) -> Trace:
+    """A request a second, for two minutes six, then one again."""
+    rng = random.Random(seed)
+    at, requests = 0.0, []
+    while at < 640:
+        at += rng.expovariate(6.0 if 100 <= at < 220 else 1.0)
+        requests.append(TraceRequest(at, rng.randint(100, 300), rng.randint(5, 15)))
+    return Trace("step", requests)
+
+
+def scaling_config(**changes) -> FleetConfig:
+    times = {"up_after": 5.0, "cooldown_up": 5.0, "down_after": 60.0, "cooldown_down": 60.0}
+    return FleetConfig(
+        **{
+            "device": dataclasses.replace(DEVICE, token_seconds=2e-3, kv_tokens=20_000),
+            "max_num_batched_tokens": 512,
+            "autoscaling": AutoscalingConfig(workers_max=8, **times),
+            "worker_start_seconds": 10.0,
+            **changes,
+        }
+    )
+
+
+def test_a_load_step_adds_workers_and_its_end_lets_them_go_without_a_turn_between():
+    trace = load_step(1)
+    record = Simulation(scaling_config(), trace).run()
+    assert len(record.outcomes) == len(trace.requests)
+    assert min(one.total_seconds for one in record.outcomes) > 0, (
+        "who was on a worker that went finished there"
+    )
+    sizes = [1, *(change.num_workers for change in record.size_changes)]
+    peak = sizes.index(max(sizes))
+    assert 4 <= sizes[peak] <= 8
+    assert sizes[: peak + 1] == sorted(sizes[: peak + 1])
+    assert sizes[peak:] == sorted(sizes[peak:], reverse=True)
+    assert sizes[-1] <= 2
+    assert 105 <= record.size_changes[0].at_seconds <= 125
+    settled = [one.ttft_seconds for one in record.outcomes if 180 <= one.at_seconds < 220]
+    assert sum(settled) / len(settled) < 2.0
+    always = Simulation(scaling_config(autoscaling=None, num_workers=8), trace).run()
+    assert record.worker_seconds < 0.5 * always.worker_seconds
+    again = Simulation(scaling_config(collapse=False), trace.cut(500)).run()
+    short = Simulation(scaling_config(), trace.cut(500)).run()
+    assert [one.num_workers for one in again.size_changes] == [one.num_workers for one in short.size_changes]
+    assert all(one.index_exact for one in record.outcomes)
+
+
+def test_a_steady_load_never_takes_the_number_back():
+    requests = [one for one in load_step(3).requests if one.at_seconds >= 220]
+    record = Simulation(scaling_config(num_workers=8), Trace("steady", requests)).run()
+    sizes = [8, *(change.num_workers for change in record.size_changes)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= 2
 
 
 # --- readers ---------------------------------------------------------------------------------------------------

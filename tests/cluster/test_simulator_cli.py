@@ -103,6 +103,22 @@ def test_simulate_command(tmp_path):
     assert "data sheets" in text
 
 
+def test_simulate_a_fleet_that_scales_itself(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    # A prompt takes 0.44 s of a worker and five come a second.
+    rows = [{"at": i / 5, "prompt_tokens": 4000, "output_tokens": 5} for i in range(200)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    options = ["simulate", str(trace), "--workers", "1", "--scale-max", "4", "--worker-start", "5"]
+    done = RUNNER.invoke(app, [*options, "--json"])
+    assert done.exit_code == 0, done.stderr
+    [run] = json.loads(done.stdout)["runs"]
+    assert (run["workers"], run["workers_peak"]) == (1, 4)
+    assert 1 < run["workers_mean"] < 4
+    assert [change["num_workers"] for change in run["size_changes"]] == [2, 4]
+    assert "4 workers: a request waits" in RUNNER.invoke(app, options).stdout
+    assert RUNNER.invoke(app, [*options, "--scale-min", "9"]).exit_code != 0
+
+
 @pytest.mark.parametrize(
     "options",
     [["--sweep", "colour=red"], ["--sweep", "workers=many"], ["--gpu", "abacus"], ["--policy", "best"]],

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 
 from octavo.cluster.metrics.wire_bytes import WireBytes
-from octavo.protos import auth, coordinator_pb2, coordinator_pb2_grpc
+from octavo.protos import coordinator_pb2, coordinator_pb2_grpc
 
 from ..fake_cluster import Cluster
 from ..support import run
@@ -20,7 +20,7 @@ def test_both_directions_are_counted() -> None:
             async with grpc.aio.insecure_channel(cluster.address) as channel:
                 stub = coordinator_pb2_grpc.CoordinatorServiceStub(counts.channel(channel))
                 request = coordinator_pb2.GetTimelineRequest(request_id="x" * 100)
-                metadata = auth.call_metadata(cluster.config.token)
+                metadata = cluster.config.access.metadata
                 answers = await asyncio.gather(
                     *(stub.GetTimeline(request, metadata=metadata) for _ in range(3))
                 )
