@@ -18,7 +18,8 @@ ENTRY_POINTS = {
     "octavo.cluster.cli",  # the console script
     "octavo.cluster.config_docs",  # writes docs/configuration.md
     "octavo.cluster.metrics.dashboards",  # writes deploy/grafana
-    "octavo.cluster.metrics.reference",  # writes docs/metrics.md
+    "octavo.cluster.metrics.reference",  # writes the tables of docs/metrics.md
+    "octavo.cluster.serve_app",  # named by Serve configs
     "octavo.kernels.aot",  # prints what each kernel needs of each GPU, without one
     "octavo.kernels.reference",  # the oracles of tests and benchmarks
     "octavo.kernels.reference_quantised",
