@@ -1,6 +1,6 @@
 """The worker's side of the step stream: who may plan, in which order plans run, and how far the device is.
 
-Owns the compute thread, the epoch and the heartbeats. Knows the executor by three names and nothing of
+Owns the compute thread, the epoch and the heartbeats. Knows the executor by a few names and nothing of
 torch, ray or blocks. One asyncio loop reads, writes and beats; it never waits for the device, since every
 plan runs on the one compute thread. Fencing: a stream names an epoch; a higher one takes the worker over, and
 no plan of a lower one runs or is answered after that.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -18,8 +19,10 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from octavo.protos import auth, codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 from octavo.worker.host_memory import host_memory_bytes
 
@@ -38,9 +41,14 @@ class StepExecutor(Protocol):
     """What the servicer needs of `worker/executor.py`. All calls come from one thread."""
 
     info: WorkerInfo
+    runs_ahead: bool
+    """Whether `execute` takes `following`."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises `PlanRejectedError`, with nothing changed, for one that breaks the ledger."""
+    def execute(self, plan: StepPlan, following: StepPlan | None = None) -> StepResult:
+        """Run one step. Raises `PlanRejectedError`, with nothing changed, for one that breaks the ledger.
+
+        following: the plan whose turn is next, if it is there already; its work may begin.
+        """
         ...
 
     def cached_prefixes(self) -> list[CachedPrefix]:
@@ -65,6 +73,8 @@ class _Session:
         self.next_step_id = 1
         self.finished_step_id = 0
         self.plans_in_flight = 0
+        self.waiting: deque[StepPlan] = deque()
+        """Accepted plans whose turn has not come: added by the loop, taken by the compute thread."""
         self.closed = False
         self.refused = False
         """A plan was refused; those sent behind it count on it, so none of them may run."""
@@ -221,17 +231,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise PlanRejectedError(f"more than {wire.PLANS_IN_FLIGHT_MAX} plans in flight")
         session.next_step_id += 1
         session.plans_in_flight += 1
+        session.waiting.append(plan)
         done = asyncio.get_running_loop().run_in_executor(self._compute, self._run, session, plan)
         done.add_done_callback(lambda future: self._answer(session, plan, future))
 
     def _run(self, session: _Session, plan: StepPlan) -> StepResult | None:
         """On the compute thread. None: the session ended before its turn came."""
+        session.waiting.popleft()
         if session.closed or session.refused:
             return None
         started = self._clock()
         self._running = (plan.step_id, started)
         try:
-            result = self.executor.execute(plan)
+            if self.executor.runs_ahead and session.waiting:
+                result = self.executor.execute(plan, session.waiting[0])
+            else:
+                result = self.executor.execute(plan)
             self._longest_step_seconds = max(self._longest_step_seconds or 0.0, self._clock() - started)
             return result
         except PlanRejectedError:
@@ -280,7 +295,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class WorkerServer:
-    """A gRPC server with the step stream and the standard health service on `host`, at a free port.
+    """A gRPC server with the step stream and the standard health service, at a free port.
 
     Health is SERVING, for "" and for the service's name, while the worker makes progress. Started and stopped
     on one loop.
@@ -290,34 +305,33 @@ class WorkerServer:
         self,
         executor: StepExecutor,
         *,
-        host: str,
+        interface: Interface = LOOPBACK,
         on_fatal: Callable[[BaseException], None],
         compute: ThreadPoolExecutor | None = None,
         heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
-        """`token`: what a coordinator's calls must carry; None: nothing."""
+        """`access`: what a coordinator must show."""
         self.servicer = WorkerServicer(
             executor, on_fatal=on_fatal, compute=compute, heartbeat_seconds=heartbeat_seconds
         )
-        self._host = host
+        self._interface = interface
+        self._access = access
         self._period_seconds = heartbeat_seconds
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(
-            options=wire.server_options(keepalive_seconds), interceptors=auth.interceptors(token)
-        )
+        self._server = access.server(keepalive_seconds)
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        address = self._access.listen(self._server, self._interface)
         await self._publish()
         await self._server.start()
         self._watch = asyncio.create_task(self._watch_progress())
-        return f"{self._host}:{port}"
+        return address
 
     async def stop(self) -> None:
         """Ends the stream after the running step and frees the port."""

@@ -164,6 +164,21 @@ class TestRunning:
         assert system.service.model_name == system.client.get("/v1/models").json()["data"][0]["id"]
         assert system.service.alive()
 
+    def test_its_inside_is_on_loopback_and_its_ray_asks_for_a_token(self, system):
+        import ray
+
+        address = ray.get(system.service._coordinator.address.remote())
+        assert address.startswith("127.0.0.1:")
+        process = system.worker_process("worker-0")
+        listening = {
+            one.laddr.ip.removeprefix("::ffff:")
+            for one in process.net_connections("inet")
+            if one.status == psutil.CONN_LISTEN
+        }
+        # The other is Ray's own, which it opens everywhere.
+        assert "127.0.0.1" in listening
+        assert process.environ()["RAY_AUTH_MODE"] == "token"
+
     def test_a_stream_says_what_a_reply_says(self, system):
         whole = system.complete().json()["choices"][0]["text"]
         text = ""
