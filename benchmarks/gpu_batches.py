@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from octavo.kernels.layer_cache import quantised_block_bytes, quantised_layers
+
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 """A layer of an 8-billion Llama."""
 
@@ -83,12 +85,20 @@ def layer(
     )
 
 
-def quantised(made: Layer, format: torch.dtype) -> dict[str, torch.Tensor]:
-    """Arguments that stand for the caches of `made`, in one byte a number."""
-    scales = torch.full((2, *made.k_cache.shape[:2]), 2.0**-5, device=made.q.device)
-    caches = {}
-    for name, cache, scale in (("k", made.k_cache, scales[0]), ("v", made.v_cache, scales[1])):
+def quantised(made: Layer, format: torch.dtype) -> dict[str, Any]:
+    """Arguments that stand for the caches of `made`, in one byte a number, laid out as the worker does."""
+    num_blocks, num_kv_heads, block_size, head_dim = made.k_cache.shape
+    shape = {"num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
+    raw = torch.zeros(
+        1, 2, num_blocks, quantised_block_bytes(**shape), dtype=torch.uint8, device=made.q.device
+    )
+    (stored,) = quantised_layers(raw, format, **shape)
+    assert stored.scales is not None
+    for cache, target, scales in zip(
+        (made.k_cache, made.v_cache), (stored.k, stored.v), stored.scales, strict=True
+    ):
         numbers = cache.float() * 2.0**5
         numbers = numbers.round().clamp(-127, 127) if format == torch.int8 else numbers.clamp(-448, 448)
-        caches |= {f"{name}_cache": numbers.to(format), f"{name}_scales": scale}
-    return caches
+        target.copy_(numbers.to(format))
+        scales.fill_(2.0**-5)
+    return {"k_cache": stored.k, "v_cache": stored.v, "scales": stored.scales}

@@ -19,7 +19,7 @@ from octavo.kernels import reference, reference_quantised
 from octavo.kernels.cascade_attention import cascade_attention
 from octavo.kernels.copy_blocks import copy_blocks
 from octavo.kernels.paged_attention import paged_attention
-from octavo.kernels.quantised_kv import write_kv_quantised
+from octavo.kernels.quantised_kv import write_kv_quantised, write_kv_rope_quantised
 from octavo.kernels.rms_norm import rms_norm
 from octavo.kernels.silu_mul import silu_mul
 from octavo.kernels.swap_blocks import gather_blocks, scatter_blocks
@@ -81,7 +81,12 @@ def run(report: Any, _: str) -> None:
                 ),
             )
         report.case(f"write_kv_quantised {_name(format)}", lambda f=format: written(device, shape, f))
-    report.case("shared prefix bfloat16", lambda: shared_prefix(report, shape))
+        report.case(f"write_kv_rope_quantised {_name(format)}", lambda f=format: turned(device, dry, f))
+    for format in (None, torch.float8_e4m3fn):
+        report.case(
+            f"shared prefix {_name(format or torch.bfloat16)}",
+            lambda f=format: shared_prefix(report, shape, f),
+        )
     for name, check in elementwise(device, dry).items():
         report.case(name, check)
     report.case("sample", lambda: sampled(device, 300 if dry else 128_256))
@@ -104,43 +109,78 @@ def attention(
 ) -> dict[str, Any]:
     made = layer(sequences, device_of(report), dtype=dtype, poison=0.0 if format else float("nan"), **shape)
     arguments = made.arguments() | {"softcap": softcap, "sliding_window": sliding_window}
-    read = arguments.copy()
-    if format is not None:
-        bytes_ = quantised(made, format)
-        arguments |= bytes_
-        for kind in "kv":
-            read[f"{kind}_cache"] = reference_quantised.dequantised(
-                bytes_[f"{kind}_cache"], bytes_[f"{kind}_scales"]
-            )
-    expected = reference.paged_attention(**read | {"out": None})
-    paged_attention(**arguments, splits=splits, upcast=report.dry_run)
+    stored, read = with_format(made, format)
+    expected = reference.paged_attention(**arguments | read | {"out": None})
+    paged_attention(**arguments | stored, splits=splits, upcast=report.dry_run)
     return difference(made.out, expected)
 
 
-def shared_prefix(report: Any, shape: dict[str, int]) -> dict[str, Any]:
+def shared_prefix(report: Any, shape: dict[str, int], format: torch.dtype | None) -> dict[str, Any]:
     blocks = 2 if report.dry_run else 64
     sequences = [(rows, blocks * 16 + own) for rows, own in ((1, 5), (1, 40), (7, 7), (1, 1))]
     made = layer(sequences, device_of(report), shared_blocks=blocks, **shape)
-    expected = reference.paged_attention(**made.arguments() | {"out": None})
-    cascade_attention(**made.arguments(), num_shared_blocks=blocks, upcast=report.dry_run)
+    stored, read = with_format(made, format)
+    expected = reference.paged_attention(**made.arguments() | read | {"out": None})
+    cascade_attention(**made.arguments() | stored, num_shared_blocks=blocks, upcast=report.dry_run)
     return difference(made.out, expected)
+
+
+def with_format(made: Layer, format: torch.dtype | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments in place of `made`'s caches for a kernel, and for its oracle the numbers that they stand for."""
+    if format is None:
+        return {}, {}
+    stored = quantised(made, format)
+    numbers = {
+        f"{kind}_cache": reference_quantised.dequantised(stored[f"{kind}_cache"], scales)
+        for kind, scales in zip("kv", stored["scales"], strict=True)
+    }
+    return stored, numbers
 
 
 def written(device: torch.device, shape: dict[str, int], format: torch.dtype) -> dict[str, Any]:
     """A chunk, then decodes that grow: bytes and scales must be the oracle's."""
     made = layer([(37, 37), (1, 20)], device, dtype=torch.bfloat16, **shape)
-    caches = torch.zeros(2, *made.k_cache.shape, device=device).to(format)
-    scales = torch.ones(2, *made.k_cache.shape[:2], device=device)
-    twins, twin_scales = caches.clone(), scales.clone()
+    caches, twins = quantised(made, format), quantised(made, format)
     rows = torch.randn(2, len(made.q), made.k_cache.shape[1], made.k_cache.shape[3], device=device)
     slots = made.slots()
     for step in range(2):
         k, v = (rows * 3.0**step).bfloat16()
         used = slots if step == 0 else torch.where(slots == slots[36], slots + 1, -1)
-        write_kv_quantised(k, v, *caches, *scales, used)
-        reference_quantised.write_kv_quantised(k, v, *twins, *twin_scales, used)
-    found = equal(caches, twins)
-    return found | {"right": found["right"] and torch.equal(scales, twin_scales)}
+        for function, cache in (
+            (write_kv_quantised, caches),
+            (reference_quantised.write_kv_quantised, twins),
+        ):
+            function(k, v, cache["k_cache"], cache["v_cache"], cache["scales"], used)
+    pairs = [
+        (caches[name].view(torch.uint8), twins[name].view(torch.uint8)) for name in ("k_cache", "v_cache")
+    ]
+    pairs += zip(caches["scales"], twins["scales"], strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    return {"equal": same, "right": same}
+
+
+def turned(device: torch.device, dry: bool, format: torch.dtype) -> dict[str, Any]:
+    """Keys turned and stored in one pass: bytes may differ by one where a sine's last bit decides."""
+    heads, kv_heads, dim = (4, 2, 16) if dry else (32, 8, 128)
+    made = layer([(37, 37)], device, dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=dim)
+    fused, slots = torch.randn(37, heads + 2 * kv_heads, dim, device=device).bfloat16(), made.slots()
+    angles = torch.rand(37, dim // 2, device=device) * 1000
+    one, other = quantised(made, format), quantised(made, format)
+    q, k, v = fused.clone().split((heads, kv_heads, kv_heads), dim=1)
+    caches = (one["k_cache"], one["v_cache"], one["scales"])
+    write_kv_rope_quantised(q, k, v, angles.cos(), angles.sin(), *caches, slots)
+    keys = torch.empty(2, 37, kv_heads, 1, dim, device=device)
+    other_q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
+    places = torch.arange(37, device=device)
+    reference.write_kv_rope(other_q, k, v, angles.cos(), angles.sin(), keys[0], keys[1], places)
+    caches = (other["k_cache"], other["v_cache"], other["scales"])
+    reference_quantised.write_kv_quantised(keys[0, :, :, 0], keys[1, :, :, 0], *caches, slots)
+    found = difference(q, other_q)
+    share = max(
+        (one[name].view(torch.uint8) != other[name].view(torch.uint8)).float().mean().item()
+        for name in ("k_cache", "v_cache")
+    )
+    return found | {"bytes_that_differ": share, "right": found["right"] and share < 0.001}
 
 
 def elementwise(device: torch.device, dry: bool) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import statistics
 import time
@@ -54,16 +55,12 @@ def run(report: Any, _: str) -> None:
 
 
 def machine(report: Any) -> dict[str, Any]:
-    import transformers
-    import triton
-
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-    }
+    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("torch", "triton", "transformers", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
     if not report.dry_run:
         properties = torch.cuda.get_device_properties(0)
         found |= {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
 import torch
 from gpu_device import Timer, device_of, limits
 
-from octavo.protos.types import ModelInfo, Request, SamplingParams, WorkerInfo
+from octavo.protos.types import ModelInfo, Request, SamplingParams, StepPlan, WorkerInfo
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
 from octavo.worker import attention, module_graph
@@ -119,7 +119,7 @@ class Machine:
             self.num_blocks = min(19_200, fitting)
         self.pool = KVPool(self.kv_shape, num_blocks=self.num_blocks, device=self.device)
         self.pool.kv.normal_()
-        self.plain = ModelRunner(self.loaded, self.pool.kv, decoder)
+        self.plain = ModelRunner(self.loaded, self.pool.layers, decoder)
         self.graphed = GraphedRunner(
             self.plain,
             max_num_seqs=self.max_num_seqs,
@@ -137,7 +137,7 @@ class Machine:
 
 
 def run(report: Any, name: str) -> None:
-    found = report.case("limits", lambda: limits(report)) or {}
+    found = report.case("limits", lambda: limits(report), again=True) or {}
     made: list[Machine] = []
 
     def build() -> dict[str, Any]:
@@ -150,19 +150,23 @@ def run(report: Any, name: str) -> None:
             "fused": machine.fused,
         }
 
-    if report.case("build", build) is None:
+    if report.case("build", build, again=True) is None:
         return
     machine = made[0]
-    report.case("graphs", lambda: record(machine))
+    report.case("graphs", lambda: record(machine), again=True)
     for num_seqs in (1, 3) if report.dry_run else (1, 8, 32, 64, 128, 256):
         report.case(f"decode {num_seqs}", lambda n=num_seqs: decode(machine, n, found))
     for tokens in (20,) if report.dry_run else (512, 2048, 8192):
         report.case(f"prefill {tokens}", lambda n=tokens: prefill(machine, n, found))
     for num_requests in (3,) if report.dry_run else (1, 32, 128):
-        for graphs in (True, False):
+        for name, runner, depth in (
+            ("", machine.graphed, 2),
+            (", one step at a time", machine.graphed, 1),
+            (", without graphs", machine.plain, 2),
+        ):
             report.case(
-                f"serve {num_requests}" + (" without graphs" if not graphs else ""),
-                lambda n=num_requests, g=graphs: serve(machine, n, machine.graphed if g else machine.plain),
+                f"serve {num_requests}{name}",
+                lambda n=num_requests, r=runner, d=depth: serve(machine, n, r, depth=d),
             )
 
 
@@ -208,7 +212,7 @@ def prefill(machine: Machine, tokens: int, found: dict[str, float]) -> dict[str,
     }
 
 
-def executor(machine: Machine, runner: Runner) -> Executor:
+def executor(machine: Machine, runner: Runner, *, run_ahead: bool) -> Executor:
     limits_ = BatchLimits(
         max_num_seqs=machine.max_num_seqs,
         max_model_len=machine.max_model_len,
@@ -230,14 +234,16 @@ def executor(machine: Machine, runner: Runner) -> Executor:
     )
     input_batch = InputBatch(limits_, num_blocks=machine.num_blocks)
     swap_space = SwapSpace(machine.pool, num_blocks=0)
-    return Executor(runner, machine.pool, swap_space, input_batch, choose_sampler(machine.device), info)
+    sampler = choose_sampler(machine.device)
+    return Executor(runner, machine.pool, swap_space, input_batch, sampler, info, run_ahead=run_ahead)
 
 
-def serve(machine: Machine, num_requests: int, runner: Runner) -> dict[str, Any]:
-    """Requests that all arrive at once: scheduler, executor and sampler in turn, nothing overlapped."""
+def serve(machine: Machine, num_requests: int, runner: Runner, *, depth: int) -> dict[str, Any]:
+    """Requests that all arrive at once, through scheduler, executor and sampler. With a depth of 2 each step is planned
+    and launched while the one before it runs."""
     dry = machine.report.dry_run
     prompt_len, max_tokens = (10, 4) if dry else (512, 96)
-    worker = executor(machine, runner)
+    worker = executor(machine, runner, run_ahead=depth > 1)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=machine.num_blocks,
@@ -245,7 +251,7 @@ def serve(machine: Machine, num_requests: int, runner: Runner) -> dict[str, Any]
             max_num_seqs=machine.max_num_seqs,
             max_num_batched_tokens=worker._input_batch.limits.max_num_batched_tokens,
             max_model_len=machine.max_model_len,
-            pipeline_depth=1,
+            pipeline_depth=depth,
             prefix_cache=False,
         )
     )
@@ -260,12 +266,15 @@ def serve(machine: Machine, num_requests: int, runner: Runner) -> dict[str, Any]
     parts: dict[str, float] = defaultdict(float)
     started = time.perf_counter()
     first_seconds, decode_steps, decode_seconds, outputs = 0.0, 0, 0.0, 0
+    plans: deque[StepPlan] = deque()
     while scheduler.has_work:
         step_started = time.perf_counter()
-        plan = scheduler.plan(step_started - started)
-        if plan is None:
+        while len(plans) < depth and (plan := scheduler.plan(step_started - started)) is not None:
+            plans.append(plan)
+        if not plans:
             break
-        result = worker.execute(plan)
+        plan = plans.popleft()
+        result = worker.execute(plan, plans[0] if plans else None)
         scheduler.commit(result, time.perf_counter() - started)
         seconds = time.perf_counter() - step_started
         outputs += int((result.token_ids >= 0).sum())

@@ -188,6 +188,12 @@ class GrpcBackend:
                 detail=f"the coordinator does not answer: {error.details() or error.code().name}",
             )
 
+    async def live(self) -> dict[str, Any]:
+        """Raises `UnavailableError` while the coordinator cannot be asked."""
+        response = await self._ask("GetLive", coordinator_pb2.GetLiveRequest())
+        live: dict[str, Any] = json.loads(response.live_json)
+        return live
+
     async def stats(self) -> dict[str, Any]:
         """Raises `UnavailableError` while the coordinator cannot be asked."""
         response = await self._ask("GetStats", coordinator_pb2.GetStatsRequest())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cluster import worker_slot
+from octavo.cluster import live, worker_slot
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
 from octavo.cluster.coordinator_config import CoordinatorConfig
@@ -418,6 +418,21 @@ class CoordinatorCore:
             num_unfinished=len(self._requests),
             advice=self._guards.look(self._schedulers(), self._clock()),
         )
+
+    def live(self) -> dict[str, Any]:
+        """See `live.py`."""
+        workers: list[dict[str, Any]] = []
+        for slot in self._slots.values():
+            told = slot.health()
+            if slot.link is not None and slot.serving and len(workers) < live.WORKERS_MAX:
+                told |= live.describe_worker(slot.link.scheduler, slot.link.last_steps)
+            workers.append(told)
+        return {
+            **live.told_of(self.stats()),
+            "advice": [one.as_dict() for one in self.health().advice],
+            "workers": workers,
+            "requests": self._timelines.latest(),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts and gauges of all schedulers together, of each serving worker's, and of requests here."""

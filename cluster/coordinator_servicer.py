@@ -174,6 +174,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return coordinator_pb2.GetTimelineResponse(error=codec.encode_error(error))
         return coordinator_pb2.GetTimelineResponse(timeline_json=json.dumps(timeline))
 
+    async def GetLive(
+        self, request: coordinator_pb2.GetLiveRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetLiveResponse:
+        return coordinator_pb2.GetLiveResponse(live_json=json.dumps(self._core.live()))
+
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:

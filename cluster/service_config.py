@@ -23,7 +23,7 @@ from octavo.protos.errors import ConfigError
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy
-from octavo.worker.config import DEVICES, DTYPES, QUANTIZATIONS, WorkerConfig
+from octavo.worker.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 from octavo.worker.model_cache import cache_root
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -43,6 +43,7 @@ _OPTION_OF = {
     "down_after": "scale_down_after",
 }
 """A part's name of an option -> ours, where they differ."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HTTP_LIMITS = (
     "body_bytes_max",
     "file_bytes_max",
@@ -55,9 +56,9 @@ _HTTP_LIMITS = (
 """Limits of `HttpConfig` that are options."""
 
 
-def _option(default: Any, group: str, text: str, **names: str) -> Any:
-    """A field. `names`: `flag` and `env` where they do not follow from its name."""
-    return Field(default, description=text, json_schema_extra={"group": group, **names})
+def _option(default: Any, group: str, text: str, *, secret: bool = False, **names: str) -> Any:
+    """A field. `secret`: never printed. `names`: `flag` and `env` where they do not follow from its own."""
+    return Field(default, description=text, repr=not secret, json_schema_extra={"group": group, **names})
 
 
 def _either(*choices: str) -> str:
@@ -124,6 +125,7 @@ class ServiceConfig(BaseModel):
         (),
         "HTTP",
         "Ask clients for one of these keys. None: open to all who reach the port.",
+        secret=True,
         flag="--api-key",
         env="OCTAVO_API_KEY",
     )
@@ -156,6 +158,12 @@ class ServiceConfig(BaseModel):
     )
 
     block_size: int = _option(_WORKER.block_size, "Memory", "Tokens in one block of the KV cache: 16 or 32.")
+    kv_cache_dtype: str = _option(
+        _WORKER.kv_cache_dtype,
+        "Memory",
+        f"Of the KV cache: {_either(*KV_CACHE_DTYPES)}. `auto` is the model's; the others take a byte a number, less "
+        "exactly.",
+    )
     num_blocks: int | None = _option(None, "Memory", "Blocks of a worker. Unset: from free memory.")
     host_blocks: int | None = _option(
         None,
@@ -209,6 +217,12 @@ class ServiceConfig(BaseModel):
         _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
     )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    ui: bool | None = _option(
+        None,
+        "Observing",
+        "Serve a page at `/ui` that shows what the system is doing now, read-only. Unset: only where `host` is "
+        "loopback.",
+    )
     recording: str | None = _option(
         None,
         "Observing",
@@ -279,6 +293,7 @@ class ServiceConfig(BaseModel):
                 device=device,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                kv_cache_dtype=self.kv_cache_dtype,
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
                 num_host_blocks=self.host_blocks,
@@ -345,6 +360,7 @@ class ServiceConfig(BaseModel):
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            live_page=self.host in LOOPBACK if self.ui is None else self.ui,
             **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )
 
@@ -390,7 +406,9 @@ def _explained(error: ValidationError) -> ConfigError:
         return ConfigError(
             f"there is no option {name!r}{did_you_mean(name, ServiceConfig.model_fields)}", param=name
         )
-    return ConfigError(f"{name} must be {noun_of(kind)}, got {first['input']!r:.100}", param=name)
+    shown = ServiceConfig.model_fields[name].repr
+    value = f"{first['input']!r:.100}" if shown else "something else"
+    return ConfigError(f"{name} must be {noun_of(kind)}, got {value}", param=name)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import TokensSoFar, parent_of
+from octavo.cluster.live import LastSteps
 from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
@@ -79,6 +80,7 @@ class WorkerLink:
         self.address = address
         self.epoch = epoch
         self.num_steps = 0
+        self.last_steps = LastSteps()
         self._make_scheduler = make_scheduler
         self._deliver = deliver
         self._observe = observe
@@ -211,6 +213,7 @@ class WorkerLink:
                     now = self._clock()
                     events += scheduler.commit(result, now)
                     meter.on_result(result, now, seconds=self._clock() - now)
+                    self.last_steps.on_result(result)
                     self._sent.popleft()
                     self.num_steps += 1
                 if client.error is not None:
@@ -238,6 +241,7 @@ class WorkerLink:
                 return
             now = self._clock()
             meter.on_plan(plan, budget_tokens=scheduler.budget_tokens, seconds=now - began)
+            self.last_steps.on_plan(plan, budget_tokens=scheduler.budget_tokens)
             self._sent.append((now, self._overdue_seconds(plan, scheduler)))
             client.send(plan)
 

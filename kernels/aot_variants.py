@@ -187,14 +187,18 @@ def _writes() -> Iterator[Variant]:
     stored = pointers | dict.fromkeys(("k_cache", "v_cache"), "*u8")
     stored |= dict.fromkeys(("k_scales", "v_scales"), "*fp32")
     for dtype, format in quantised_kv.FORMATS.items():
-        name = "fp8" if format is online_softmax.FP8 else "int8"
-        yield Variant(
-            name=f"write_kv_quantised {name} 128",
-            kernel=quantised_kv.write_kv_quantised_kernel,
-            types=stored,
-            constants=quantised_kv.constants(LARGE.head_dim, _BLOCK_SIZE, dtype),
-            num_warps=4,
-        )
+        for half in (0, LARGE.head_dim // 2):
+            name = "fp8" if format is online_softmax.FP8 else "int8"
+            constants: dict[str, Any] = quantised_kv.constants(
+                LARGE.head_dim, _BLOCK_SIZE, dtype, group=LARGE.group if half else 1, half=half
+            )
+            yield Variant(
+                name=f"write_kv_{'rope_' if half else ''}quantised {name} 128",
+                kernel=quantised_kv.write_kv_quantised_kernel,
+                types=stored,
+                constants=constants if half else constants | {"q": None, "cos": None, "sin": None},
+                num_warps=4,
+            )
 
 
 def _rows() -> Iterator[Variant]:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.layer_cache import Scales
 from octavo.kernels.merge_partials import Partials, merge_partials
 from octavo.kernels.online_softmax import attend, store_partial
 from octavo.kernels.paged_attention import (
@@ -127,7 +128,7 @@ def prefix_tiling(call: AttentionCall) -> Tiling:
         group=call.group,
         head_dim=call.q.shape[2],
         element_size=call.q.element_size(),
-        quantised=call.k_scales is not None,
+        quantised=call.scales is not None,
     )
 
 
@@ -144,8 +145,7 @@ def cascade_attention(
     *,
     num_shared_blocks: int,
     shared_row: int = 0,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    scales: Scales | None = None,
     upcast: bool = False,
 ) -> None:
     """`paged_attention` without a sliding window, of sequences whose tables all begin with the same blocks.
@@ -165,8 +165,7 @@ def cascade_attention(
         scale=scale,
         sliding_window=None,
         softcap=softcap,
-        k_scales=k_scales,
-        v_scales=v_scales,
+        scales=scales,
         upcast=upcast,
     )
     num_keys = num_shared_blocks * k_cache.shape[2]
@@ -188,8 +187,7 @@ def cascade_attention(
         q,
         k_bytes,
         v_bytes,
-        k_scales,
-        v_scales,
+        *call.scale_arguments(),
         partials.results,
         partials.lse,
         block_tables[shared_row],
@@ -200,7 +198,7 @@ def cascade_attention(
         q.stride(1),
         k_cache.stride(0),
         k_cache.stride(1),
-        num_kv_heads,
+        call.scale_stride,
         **call.constants(),
         TILE_ROWS=tiling.rows,
         TILE_KEYS=tiling.keys,

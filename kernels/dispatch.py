@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 
+from octavo.kernels.layer_cache import Scales
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+QUANTISED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Formats of a KV cache with scales, by name; on every device that has kernels."""
+_MODULES = {
+    "write_kv_quantised": "quantised_kv",
+    "write_kv_rope_quantised": "quantised_kv",
+}
+"""Of the Triton kernels that do not stand in a file of their own name."""
 
 
 def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
@@ -35,22 +44,39 @@ def _implementation(device_type: str, operation: str) -> Any:
     if device_type == "cpu":
         module = "octavo.kernels.cpu"
     elif device_type == "cuda":
-        module = f"octavo.kernels.{operation}"
+        module = f"octavo.kernels.{_MODULES.get(operation, operation)}"
     else:
         raise ValueError(f"no kernels for device {device_type!r}")
-    return getattr(import_module(module), operation)
+    found = getattr(import_module(module), operation, None)
+    if found is None:
+        raise ValueError(f"{operation} is not for {device_type}")
+    return found
 
 
-def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None) -> None:
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             "k_cache and v_cache must both be [num_blocks, num_kv_heads, block_size, head_dim] of one dtype, "
             f"got {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
         )
-    if k_cache.dtype not in _FLOATS:
-        raise ValueError(f"no kernels for a KV cache of {k_cache.dtype}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("a layer's KV cache must be contiguous")
+    if k_cache.dtype not in (_FLOATS if scales is None else QUANTISED.values()):
+        raise ValueError(
+            f"no kernels for a KV cache of {k_cache.dtype} {'without' if scales is None else 'with'} scales"
+        )
+    if scales is None:
+        if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+            raise ValueError("a layer's KV cache must be contiguous")
+        return
+    if k_cache.stride() != v_cache.stride() or not k_cache[:1].is_contiguous():
+        raise ValueError(
+            "each block of a quantised KV cache must be contiguous, those of keys as far apart as of values"
+        )
+    for each in scales:
+        if each.shape != k_cache.shape[:2] or each.dtype != torch.float32 or each.stride(1) != 1:
+            raise ValueError(
+                f"scales must be float32 {list(k_cache.shape[:2])}, heads side by side, got {each.dtype} "
+                f"{tuple(each.shape)}"
+            )
 
 
 def write_kv(
@@ -59,14 +85,18 @@ def write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    scales: Scales | None = None,
 ) -> None:
     """Store this step's keys and values in their slots, in place; see `reference.write_kv`.
 
     k, v            [T, Hkv, D], last dimension contiguous; rounded to the cache's dtype
     k_cache,v_cache [num_blocks, Hkv, block_size, D], contiguous
     slot_mapping    int64 [T], block_id * block_size + offset; negative: skipped. No slot twice
+    scales          of a quantised cache, whose blocks are contiguous; see `reference_quantised.write_kv_quantised`
+                    for what then holds of slot_mapping
     """
-    _check_caches(k_cache, v_cache)
+    _check_caches(k_cache, v_cache, scales)
     _, num_kv_heads, _, head_dim = k_cache.shape
     num_tokens = k.shape[0]
     if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim):
@@ -79,8 +109,12 @@ def write_kv(
         raise ValueError(
             f"slot_mapping must be int64 [{num_tokens}], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
         )
-    if num_tokens:
+    if num_tokens and scales is None:
         _implementation(k_cache.device.type, "write_kv")(k, v, k_cache, v_cache, slot_mapping)
+    elif num_tokens:
+        _implementation(k_cache.device.type, "write_kv_quantised")(
+            k, v, k_cache, v_cache, scales, slot_mapping
+        )
 
 
 def write_kv_rope(
@@ -92,15 +126,17 @@ def write_kv_rope(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    scales: Scales | None = None,
 ) -> None:
     """Rotate q in place; store k, rotated, and v in their slots; see `reference.write_kv_rope`.
 
     q               [T, Hq, D]; k, v [T, Hkv, D]; last dimensions contiguous
     cos, sin        float32 [T, R / 2] of the same strides, last dimension contiguous, R <= D
     k_cache,v_cache [num_blocks, Hkv, block_size, D], contiguous
-    slot_mapping    int64 [T], as in `write_kv`
+    slot_mapping, scales: as in `write_kv`; with scales, k may be rotated in place
     """
-    _check_caches(k_cache, v_cache)
+    _check_caches(k_cache, v_cache, scales)
     num_tokens, (_, num_kv_heads, _, head_dim) = q.shape[0], k_cache.shape
     if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim) or q.shape[2] != head_dim:
         raise ValueError(
@@ -126,9 +162,13 @@ def write_kv_rope(
         raise ValueError(
             f"slot_mapping must be int64 [{num_tokens}], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
         )
-    if num_tokens:
+    if num_tokens and scales is None:
         _implementation(k_cache.device.type, "write_kv_rope")(
             q, k, v, cos, sin, k_cache, v_cache, slot_mapping
+        )
+    elif num_tokens:
+        _implementation(k_cache.device.type, "write_kv_rope_quantised")(
+            q, k, v, cos, sin, k_cache, v_cache, scales, slot_mapping
         )
 
 
@@ -190,11 +230,11 @@ def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """Copy whole blocks, all layers, keys and values, in place; see `reference.copy_blocks`.
 
-    kv            [num_layers, 2, num_blocks, Hkv, block_size, D], contiguous
+    kv            [num_layers, 2, num_blocks, ...], contiguous; what a block is made of does not matter
     block_copies  int32 or int64 [C, 2] of (source, destination); no destination is also a source or named twice
     """
-    if kv.dim() != 6 or kv.shape[1] != 2 or not kv.is_contiguous():
-        raise ValueError(f"kv must be contiguous [L, 2, B, Hkv, block_size, D], got {tuple(kv.shape)}")
+    if kv.dim() < 4 or kv.shape[1] != 2 or not kv.is_contiguous():
+        raise ValueError(f"kv must be contiguous [num_layers, 2, num_blocks, ...], got {tuple(kv.shape)}")
     if (
         block_copies.dim() != 2
         or block_copies.shape[1] != 2
@@ -242,6 +282,8 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     out: torch.Tensor | None = None,
+    scales: Scales | None = None,
+    num_shared_blocks: int = 0,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch, chunks and decodes mixed, over paged keys and values.
 
@@ -251,10 +293,13 @@ def paged_attention(
     cu_seqlens_q    int32 [S + 1]
     context_lens    int32 [S], tokens of the sequence including this step's
     scale, sliding_window, softcap, out: as in `reference.paged_attention`, which also says what padding means
+    scales          of a quantised cache, whose blocks are contiguous
+    num_shared_blocks  whole blocks that begin every table, in which no row of this step stands: they are read once for
+                    all sequences, in layers without a sliding window. CUDA only
 
     Returns [T, Hq, D] in q's dtype.
     """
-    _check_caches(k_cache, v_cache)
+    _check_caches(k_cache, v_cache, scales)
     _check_batch(q, k_cache, block_tables, cu_seqlens_q, context_lens)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be >= 1, got {sliding_window}")
@@ -267,9 +312,35 @@ def paged_attention(
             "out must match q and be contiguous in its last dimension, "
             f"got {tuple(out.shape)} {out.dtype} for {tuple(q.shape)} {q.dtype}"
         )
-    if q.shape[0] and context_lens.shape[0]:
+    if not (q.shape[0] and context_lens.shape[0]):
+        return out
+    if num_shared_blocks and sliding_window is None:
+        _implementation(q.device.type, "cascade_attention")(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            softcap,
+            out,
+            num_shared_blocks=num_shared_blocks,
+            scales=scales,
+        )
+    else:
         _implementation(q.device.type, "paged_attention")(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, scale, sliding_window, softcap, out
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            sliding_window,
+            softcap,
+            out,
+            scales=scales,
         )
     return out
 
@@ -277,9 +348,9 @@ def paged_attention(
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
     """Copy blocks of the pool into staging memory on the same device; see `reference.gather_blocks`. CUDA only.
 
-    kv         [num_layers, 2, num_blocks, Hkv, block_size, D], contiguous
+    kv         [num_layers, 2, num_blocks, ...], contiguous; what a block is made of does not matter
     block_ids  int64 [N], contiguous
-    staging    [N or more, num_layers, 2, Hkv, block_size, D], contiguous, of the same dtype
+    staging    [N or more, num_layers, 2, ...], contiguous, of the same dtype
     """
     _check_staging(kv, block_ids, staging)
     if block_ids.shape[0]:
@@ -301,7 +372,7 @@ def _swap_kernels(kv: torch.Tensor) -> Any:
 
 def _check_staging(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
     expected = (*kv.shape[:2], *kv.shape[3:])
-    if kv.dim() != 6 or staging.shape[1:] != expected or staging.dtype != kv.dtype:
+    if kv.dim() < 4 or kv.shape[1] != 2 or staging.shape[1:] != expected or staging.dtype != kv.dtype:
         raise ValueError(
             f"staging must be {kv.dtype} [N, {', '.join(map(str, expected))}], got {staging.dtype} "
             f"{tuple(staging.shape)}"

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.layer_cache import Scales
 from octavo.kernels.merge_partials import Partials, merge_partials
 from octavo.kernels.online_softmax import FP8, INT8, LOG2_E, PLAIN, attend, store_partial
 
@@ -239,9 +240,8 @@ class AttentionCall:
     scale: float
     sliding_window: int | None
     softcap: float | None
-    k_scales: torch.Tensor | None
-    """float32 [num_blocks, Hkv] beside a quantised cache"""
-    v_scales: torch.Tensor | None
+    scales: Scales | None
+    """Of a quantised cache."""
     upcast: bool
 
     @property
@@ -259,7 +259,7 @@ class AttentionCall:
             group=self.group,
             head_dim=self.q.shape[2],
             element_size=self.q.element_size(),
-            quantised=self.k_scales is not None,
+            quantised=self.scales is not None,
         )
 
     def num_tiles(self) -> int:
@@ -281,9 +281,17 @@ class AttentionCall:
 
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As the kernels read them: a quantised cache as bytes."""
-        if self.k_scales is None:
+        if self.scales is None:
             return self.k_cache, self.v_cache
         return self.k_cache.view(torch.uint8), self.v_cache.view(torch.uint8)
+
+    def scale_arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`k_scales` and `v_scales` of the kernels."""
+        return (None, None) if self.scales is None else self.scales
+
+    @property
+    def scale_stride(self) -> int:
+        return 0 if self.scales is None else self.scales[0].stride(0)
 
     def numbers(self) -> tuple[float, float]:
         """`scale_log2` and `softcap_log2` of the kernels."""
@@ -300,7 +308,7 @@ class AttentionCall:
             "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
             "BLOCK_SIZE": self.k_cache.shape[2],
             "CAPPED": self.softcap is not None,
-            "FORMAT": (PLAIN if self.k_scales is None else _FORMATS[self.k_cache.dtype]).value,
+            "FORMAT": (PLAIN if self.scales is None else _FORMATS[self.k_cache.dtype]).value,
             "UPCAST": self.upcast,
         }
 
@@ -322,8 +330,7 @@ def launch(
         call.q,
         k_cache,
         v_cache,
-        call.k_scales,
-        call.v_scales,
+        *call.scale_arguments(),
         out,
         None if partials is None else partials.results,
         None if partials is None else partials.lse,
@@ -343,7 +350,7 @@ def launch(
         call.block_tables.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        k_cache.shape[1],
+        call.scale_stride,
         **call.constants(),
         TILE_ROWS=tiling.rows,
         TILE_KEYS=tiling.keys,
@@ -368,17 +375,14 @@ def paged_attention(
     softcap: float | None,
     out: torch.Tensor,
     *,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    scales: Scales | None = None,
     splits: int | None = None,
     upcast: bool = False,
 ) -> None:
     """As `dispatch.paged_attention`.
 
-    k_scales, v_scales  float32 [num_blocks, Hkv], contiguous, when the caches are float8_e4m3fn or int8, as
-                        `quantised_kv.write_kv_quantised` keeps them
-    splits              None: `choose_splits`; tests ask for a number, 0 for none
-    upcast              for the interpreter
+    splits  None: `choose_splits`; tests ask for a number, 0 for none
+    upcast  for the interpreter
     """
     call = AttentionCall(
         q=q,
@@ -390,8 +394,7 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         softcap=softcap,
-        k_scales=k_scales,
-        v_scales=v_scales,
+        scales=scales,
         upcast=upcast,
     )
     if splits is None:

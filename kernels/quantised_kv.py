@@ -1,8 +1,8 @@
 """A KV cache of one byte a number, fp8 (e4m3) or int8, with a scale for each block and KV head, in Triton.
 
-Owns the kernel that writes it; what bytes and scales mean is written in `reference_quantised`, and attention reads
-them in `online_softmax`. Everything here is exact or rounded to nearest by integer arithmetic on bits, so the bytes
-do not depend on the device, and devices without fp8 instructions serve.
+Owns the kernel that writes it, turning queries and keys on the way if asked; what bytes and scales mean is written
+in `reference_quantised`, and attention reads them in `online_softmax`. Everything here is exact or rounded to nearest
+by integer arithmetic on bits, so the bytes do not depend on the device, and devices without fp8 instructions serve.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.layer_cache import Scales
 from octavo.kernels.online_softmax import FP8, INT8, widened
+from octavo.kernels.write_kv_rope import rotated_halves
 
 FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
 
@@ -64,9 +66,19 @@ def _decoded(raw, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(rows, stored, scale_place, offset, old_mask, new_mask, FORMAT: tl.constexpr):
-    """Numbers at `rows` to the bytes at `stored`, [BLOCK, DIM] both; new_mask says which, old_mask which stay."""
-    values = tl.load(rows, mask=new_mask, other=0.0).to(tl.float32)
+def _turned(rows, values, cos, sin, tokens, dims, mask, cos_stride, sin_stride, HALF: tl.constexpr):
+    """`values`, float32 [BLOCK, DIM] read from `rows`, turned to the positions of their tokens [BLOCK, 1]."""
+    pair_mask = mask & (dims < 2 * HALF)
+    pairs = dims % HALF
+    c = tl.load(cos + tokens * cos_stride + pairs, mask=pair_mask, other=1.0)
+    s = tl.load(sin + tokens * sin_stride + pairs, mask=pair_mask, other=0.0)
+    others = tl.load(rows + tl.where(dims < HALF, HALF, -HALF), mask=pair_mask, other=0.0).to(tl.float32)
+    return values * c + tl.where(dims < HALF, -others, others) * s
+
+
+@triton.jit
+def _write_rows(values, stored, scale_place, offset, old_mask, new_mask, FORMAT: tl.constexpr):
+    """`values`, float32, to the bytes at `stored`, [BLOCK, DIM] both; new_mask says which, old_mask which stay."""
     # A maximum may pass over NaN. NaN as the scale makes the block NaN, which is what it was before rounding.
     size = tl.where(values == values, tl.abs(values), float("inf"))
     wanted = _scale_for(tl.max(tl.max(size, 1), 0), FORMAT)
@@ -83,30 +95,55 @@ def _write_rows(rows, stored, scale_place, offset, old_mask, new_mask, FORMAT: t
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def write_kv_quantised_kernel(
+    q,
     k,
     v,
+    cos,
+    sin,
     k_cache,
     v_cache,
     k_scales,
     v_scales,
     slot_mapping,
     num_tokens,
+    q_token_stride,
+    q_head_stride,
     k_token_stride,
     k_head_stride,
     v_token_stride,
     v_head_stride,
+    cos_stride,
+    sin_stride,
     block_stride,
     head_stride,
     scale_stride,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
     PADDED_BLOCK: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Grid (tokens, num_kv_heads). The first of a block's tokens writes all of them; the others return."""
+    """Grid (tokens, num_kv_heads). The first of a block's tokens writes all of them; the others return.
+
+    HALF > 0: dimension i turns with i + HALF, of keys on their way and of the token's own queries, which first have
+    their turn. 0: q, cos and sin aren't looked at.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    if HALF > 0:
+        halves = tl.arange(0, PADDED_HALF)[None, :]
+        members = tl.arange(0, PADDED_GROUP)[:, None]
+        c = tl.load(cos + token * cos_stride + halves, mask=halves < HALF, other=0.0)
+        s = tl.load(sin + token * sin_stride + halves, mask=halves < HALF, other=0.0)
+        q_rows = q + token * q_token_stride + (head * GROUP + members) * q_head_stride + halves
+        q_mask = (members < GROUP) & (halves < HALF)
+        first, second = rotated_halves(q_rows, q_mask, HALF, c, s)
+        tl.store(q_rows, first.to(q.dtype.element_ty), mask=q_mask)
+        tl.store(q_rows + HALF, second.to(q.dtype.element_ty), mask=q_mask)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return
@@ -127,16 +164,25 @@ def write_kv_quantised_kernel(
     stored = block * block_stride + head * head_stride + (places * HEAD_DIM)[:, None] + dims
     scale_place = block * scale_stride + head
     k_rows = k + tokens[:, None] * k_token_stride + head * k_head_stride + dims
+    keys = tl.load(k_rows, mask=new_mask, other=0.0).to(tl.float32)
+    if HALF > 0:
+        keys = _turned(k_rows, keys, cos, sin, tokens[:, None], dims, new_mask, cos_stride, sin_stride, HALF)
+    _write_rows(keys, k_cache + stored, k_scales + scale_place, offset, old_mask, new_mask, FORMAT)
     v_rows = v + tokens[:, None] * v_token_stride + head * v_head_stride + dims
-    _write_rows(k_rows, k_cache + stored, k_scales + scale_place, offset, old_mask, new_mask, FORMAT)
-    _write_rows(v_rows, v_cache + stored, v_scales + scale_place, offset, old_mask, new_mask, FORMAT)
+    values = tl.load(v_rows, mask=new_mask, other=0.0).to(tl.float32)
+    _write_rows(values, v_cache + stored, v_scales + scale_place, offset, old_mask, new_mask, FORMAT)
 
 
-def constants(head_dim: int, block_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Compile-time arguments of the kernel."""
+def constants(head_dim: int, block_size: int, dtype: torch.dtype, *, group: int, half: int) -> dict[str, int]:
+    """Compile-time arguments of the kernel; `half` is how many pairs of dimensions turn, `group` the query heads on
+    one KV head."""
     return {
+        "GROUP": group,
+        "HALF": half,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
+        "PADDED_GROUP": triton.next_power_of_2(group),
+        "PADDED_HALF": triton.next_power_of_2(max(1, half)),
         "PADDED_BLOCK": triton.next_power_of_2(block_size),
         "PADDED_DIM": triton.next_power_of_2(head_dim),
         "FORMAT": FORMATS[dtype].value,
@@ -148,29 +194,66 @@ def write_kv_quantised(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k_scales: torch.Tensor,
-    v_scales: torch.Tensor,
+    scales: Scales,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """As `reference_quantised.write_kv_quantised`; the caches float8_e4m3fn or int8, contiguous."""
+    """As `dispatch.write_kv` with scales; oracle: `reference_quantised.write_kv_quantised`."""
+    _launch(None, k, v, None, None, k_cache, v_cache, scales, slot_mapping)
+
+
+def write_kv_rope_quantised(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `dispatch.write_kv_rope` with scales."""
+    _launch(q, k, v, cos, sin, k_cache, v_cache, scales, slot_mapping)
+
+
+def _launch(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    slot_mapping: torch.Tensor,
+) -> None:
     _, num_kv_heads, block_size, head_dim = k_cache.shape
+    group, half = 1, 0
+    q_strides, angle_strides = (0, 0), (0, 0)
+    if q is not None and cos is not None and sin is not None:
+        group, half = q.shape[1] // num_kv_heads, cos.shape[1]
+        q_strides, angle_strides = (q.stride(0), q.stride(1)), (cos.stride(0), sin.stride(0))
     write_kv_quantised_kernel[(k.shape[0], num_kv_heads)](
+        q,
         k,
         v,
+        cos,
+        sin,
         k_cache.view(torch.uint8),
         v_cache.view(torch.uint8),
-        k_scales,
-        v_scales,
+        *scales,
         slot_mapping,
         k.shape[0],
+        *q_strides,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
+        *angle_strides,
         k_cache.stride(0),
         k_cache.stride(1),
-        num_kv_heads,
-        **constants(head_dim, block_size, k_cache.dtype),
+        scales[0].stride(0),
+        **constants(head_dim, block_size, k_cache.dtype, group=group, half=half),
         num_warps=4,
         enable_fp_fusion=True,
     )

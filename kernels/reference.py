@@ -109,7 +109,7 @@ def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:
     """Copy whole blocks, all layers, keys and values, in place.
 
-    kv            [num_layers, 2, num_blocks, Hkv, block_size, D]
+    kv            [num_layers, 2, num_blocks, ...]
     block_copies  integer [C, 2] of (source, destination); no destination is also a source, none is named twice
     """
     for source, destination in block_copies.tolist():
@@ -169,9 +169,9 @@ def paged_attention(
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
     """Copy blocks of the pool into staging memory, in place.
 
-    kv         [num_layers, 2, num_blocks, Hkv, block_size, D]
+    kv         [num_layers, 2, num_blocks, ...]
     block_ids  integer [N]
-    staging    [N or more, num_layers, 2, Hkv, block_size, D]; what is past N stays
+    staging    [N or more, num_layers, 2, ...]; what is past N stays
     """
     staging[: len(block_ids)] = kv[:, :, block_ids.long()].movedim(2, 0)
 

@@ -13,6 +13,8 @@ import math
 
 import torch
 
+from octavo.kernels.layer_cache import Scales
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """Largest number of the formats that a cache may have."""
 _SCALE_MIN = 2.0**-126
@@ -23,15 +25,14 @@ def write_kv_quantised(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k_scales: torch.Tensor,
-    v_scales: torch.Tensor,
+    scales: Scales,
     slot_mapping: torch.Tensor,
 ) -> None:
     """Store the keys and values of this step's tokens in their slots, in place.
 
-    k, v               [T, Hkv, D]
+    k, v               [T, Hkv, D]; keys turned, where they turn
     k_cache, v_cache   [num_blocks, Hkv, block_size, D], one layer, of a dtype in `LARGEST`
-    k_scales, v_scales float32 [num_blocks, Hkv]
+    scales             float32 [num_blocks, Hkv], of keys and of values
     slot_mapping       int64 [T] as in `reference.write_kv`. Tokens of one block stand next to each other, slots
                        without gaps; slots before a block's first were written earlier. A block that gets a number that
                        isn't finite has the scale NaN until it starts anew.
@@ -44,12 +45,12 @@ def write_kv_quantised(
         )
         if block >= 0
     ]
-    for rows, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+    for rows, cache, own in ((k, k_cache, scales[0]), (v, v_cache, scales[1])):
         for block, run in steps:
             tokens, offsets = zip(*run, strict=True)
             for head in range(cache.shape[1]):
                 numbers = rows[list(tokens), head].double()
-                _write(numbers, cache[block, head], scales[block], head, offsets[0])
+                _write(numbers, cache[block, head], own[block], head, offsets[0])
 
 
 def dequantised(cache: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

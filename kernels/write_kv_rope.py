@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _rotated_halves(heads, mask, half, c, s):
+def rotated_halves(heads, mask, half, c, s):
     """Both halves, float32, of rows whose first elements `heads` points at."""
     first = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(heads + half, mask=mask, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def write_kv_rope_kernel(
     heads = tl.arange(0, PADDED_HEADS)[:, None].to(tl.int64)
     q_rows = q + token * q_token_stride + heads * q_head_stride + halves
     q_mask = (heads < NUM_HEADS) & half_mask
-    first, second = _rotated_halves(q_rows, q_mask, HALF, c, s)
+    first, second = rotated_halves(q_rows, q_mask, HALF, c, s)
     tl.store(q_rows, first.to(q.dtype.element_ty), mask=q_mask)
     tl.store(q_rows + HALF, second.to(q.dtype.element_ty), mask=q_mask)
 
@@ -73,7 +73,7 @@ def write_kv_rope_kernel(
     k_rows = k + token * k_token_stride + kv_heads * k_head_stride
     kv_mask = kv_heads < NUM_KV_HEADS
     k_mask = kv_mask & half_mask
-    first, second = _rotated_halves(k_rows + halves, k_mask, HALF, c, s)
+    first, second = rotated_halves(k_rows + halves, k_mask, HALF, c, s)
     tl.store(k_cache + target + halves, first.to(k_cache.dtype.element_ty), mask=k_mask)
     tl.store(k_cache + target + HALF + halves, second.to(k_cache.dtype.element_ty), mask=k_mask)
     if PADDED_REST > 0:

@@ -6,6 +6,7 @@ and is told when one is taken away (`on_evict`).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -80,6 +81,17 @@ class FreeBlockQueue:
         self._size += 1
 
 
+class BlockState(enum.IntEnum):
+    """For people who look."""
+
+    FREE = 0
+    CACHED = 1
+    """Free, and its content can be found again."""
+    PRIVATE = 2
+    SHARED = 3
+    """Of several tables."""
+
+
 class BlockPool:
     """Reference counts over `num_blocks` blocks. A block is in the free queue or referenced, never both.
 
@@ -114,6 +126,17 @@ class BlockPool:
 
     def ref_counts(self, blocks: list[int]) -> list[int]:
         return list(map(self._ref_counts.__getitem__, blocks))
+
+    def states(self) -> bytes:
+        """uint8 [num_blocks]: what each block is, a `BlockState`."""
+        counts = np.asarray(self._ref_counts)
+        found = np.where(
+            counts > 1, BlockState.SHARED, np.where(counts > 0, BlockState.PRIVATE, BlockState.FREE)
+        )
+        for block in self._free:
+            if self._is_cached(block):
+                found[block] = BlockState.CACHED
+        return found.astype(np.uint8).tobytes()
 
     def allocate(self) -> int:
         """A block with one reference. The caller has checked `num_free`."""

@@ -375,6 +375,10 @@ class Scheduler:
             ),
         )
 
+    def block_states(self) -> tuple[bytes, bytes]:
+        """`BlockState` of every block, uint8: on the device, and on the host, where PRIVATE is swapped out."""
+        return self.kv.pool.states(), self.kv.host.states()
+
     def stretch(self) -> Stretch | None:
         """Steps ahead in which there is nothing to decide, for a simulator (`stretch.py`)."""
         return find_stretch(self.config, self._life, self.kv, self._in_flight, self.stats)

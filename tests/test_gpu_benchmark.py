@@ -76,3 +76,30 @@ def test_a_section_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path, mon
     assert found["end"] == "killed, out of time"
     assert found["cases"] == {"first": {}}
     assert "now" in found["output"]
+
+
+def test_a_case_that_breaks_the_device_ends_its_process_and_the_next_goes_on(tmp_path, monkeypatch):
+    module = load()
+    breaking = tmp_path / "breaking.py"
+    breaking.write_text(
+        "import importlib.util, pathlib, sys\n"
+        f"spec = importlib.util.spec_from_file_location('gpu_benchmark', {str(SCRIPT)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "path = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "report = module.Report(path, 1e18, dry_run=False)\n"
+        "report._device_broken = lambda: True\n"
+        "report.case('limits', lambda: {'value': 1}, again=True)\n"
+        "report.case('breaks', lambda: 1 // 0)\n"
+        "report.case('works', lambda: {'value': 2})\n"
+        "report.case('breaks too', lambda: 1 // 0)\n"
+    )
+    monkeypatch.setattr(module, "__file__", str(breaking))
+    notes = []
+    found = module.start_section("swap", 60.0, dry_run=True, note=notes.append)
+    cases = found["cases"]
+    assert found["end"] == "ended"
+    assert list(cases) == ["limits", "breaks", "works", "breaks too"]
+    assert cases["works"] == {"value": 2}
+    assert "ZeroDivisionError" in cases["breaks"]["error"]
+    assert "ZeroDivisionError" in cases["breaks too"]["error"]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from octavo.kernels.layer_cache import plain_layers
 from octavo.protos.errors import ConfigError
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.fused import FusedDecoder, assemble
@@ -103,7 +104,7 @@ def probe_logits(loaded: LoadedModel, decoder: FusedDecoder | None = None) -> to
     shape = loaded.shape
     size = (shape.num_layers, 2, -(-_PROBE_TOKENS // _PROBE_BLOCK_SIZE), shape.num_kv_heads)
     kv = torch.zeros((*size, _PROBE_BLOCK_SIZE, shape.head_dim), dtype=loaded.dtype, device=loaded.device)
-    return ModelRunner(loaded, kv, decoder).forward(_probe_batch(loaded))
+    return ModelRunner(loaded, plain_layers(kv), decoder).forward(_probe_batch(loaded))
 
 
 def _probe_batch(loaded: LoadedModel) -> ForwardBatch:

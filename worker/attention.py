@@ -8,7 +8,7 @@ refused. No mask is built: transformers makes none for an attention function wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from octavo.kernels import dispatch
+from octavo.kernels.layer_cache import LayerCache
 from octavo.protos.errors import ModelLoadError
 from octavo.worker.forward_batch import ForwardBatch
 
@@ -40,7 +41,7 @@ class AttentionSite:
 
     module: nn.Module
     layer: int
-    """Index among the attention layers, which is its slice of the KV tensor."""
+    """Index among the attention layers, which is that of its part of the KV cache."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -61,9 +62,7 @@ class PagedLayer:
     """What one attention module needs to run: its constants, its KV blocks, the step."""
 
     site: AttentionSite
-    k_cache: torch.Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim]"""
-    v_cache: torch.Tensor
+    cache: LayerCache
     step: StepSlot
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -72,17 +71,20 @@ class PagedLayer:
         assert batch is not None, "attention ran outside of a step"
         # [1, H, T, D] -> [T, H, D]: views, since the module made them by the opposite transposition.
         query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-        dispatch.write_kv(key, value, self.k_cache, self.v_cache, batch.slot_mapping)
+        cache = self.cache
+        dispatch.write_kv(key, value, cache.k, cache.v, batch.slot_mapping, scales=cache.scales)
         out = dispatch.paged_attention(
             query,
-            self.k_cache,
-            self.v_cache,
+            cache.k,
+            cache.v,
             block_tables=batch.block_tables,
             cu_seqlens_q=batch.cu_seqlens_q,
             context_lens=batch.context_lens,
             scale=self.site.scale,
             sliding_window=self.site.sliding_window,
             softcap=self.site.softcap,
+            scales=cache.scales,
+            num_shared_blocks=batch.num_shared_blocks,
         )
         return out.unsqueeze(0)
 
@@ -143,10 +145,10 @@ def find_sites(config: Any, run: Callable[[], Any]) -> tuple[AttentionSite, ...]
     return tuple(sites)
 
 
-def bind(sites: tuple[AttentionSite, ...], kv: torch.Tensor, step: StepSlot) -> None:
-    """Give each attention module its slice of `kv` [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
+def bind(sites: tuple[AttentionSite, ...], caches: Sequence[LayerCache], step: StepSlot) -> None:
+    """Give each attention module its own of `caches`, which are those of all layers in their order."""
     for site in sites:
-        setattr(site.module, _ATTRIBUTE, PagedLayer(site, kv[site.layer, 0], kv[site.layer, 1], step))
+        setattr(site.module, _ATTRIBUTE, PagedLayer(site, caches[site.layer], step))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.kernels.dispatch import supported_dtypes
+from octavo.kernels.dispatch import QUANTISED, supported_dtypes
 from octavo.protos.errors import ConfigError
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.accelerate import accelerate
@@ -73,7 +73,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         num_kv_heads=loaded.shape.num_kv_heads,
         head_dim=loaded.shape.head_dim,
         block_size=config.block_size,
-        dtype=loaded.dtype,
+        dtype=QUANTISED.get(config.kv_cache_dtype, loaded.dtype),
     )
     limits = BatchLimits(
         max_num_seqs=config.max_num_seqs,
@@ -93,7 +93,7 @@ def build_executor(config: WorkerConfig) -> Executor:
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
     swap_space = SwapSpace(kv_pool, num_blocks=num_host_blocks)
     runner = with_graphs(
-        ModelRunner(loaded, kv_pool.kv, decoder),
+        ModelRunner(loaded, kv_pool.layers, decoder),
         max_num_seqs=config.max_num_seqs,
         max_blocks_per_seq=-(-model.max_model_len // config.block_size),
         device=device,
@@ -120,7 +120,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         host_link_bytes_per_second=swap_space.measure_bandwidth(),
     )
     logger.info(
-        "worker %s: %s on %s in %s, %d blocks of %d tokens and %d on the host, %.0f prefill tokens/s, "
+        "worker %s: %s on %s in %s, %d blocks of %d tokens in %s and %d on the host, %.0f prefill tokens/s, "
         "%.1f ms a decode step, %.1f GB/s to the host and back",
         info.worker_id,
         model.name,
@@ -128,6 +128,7 @@ def build_executor(config: WorkerConfig) -> Executor:
         info.dtype,
         num_blocks,
         config.block_size,
+        str(kv_shape.dtype).removeprefix("torch."),
         num_host_blocks,
         speed.prefill_tokens_per_second,
         speed.decode_step_seconds * 1e3,
@@ -220,7 +221,7 @@ def _measure_cuda_memory(
     )
     block_size, vocab_size = limits.block_size, limits.vocab_size
     pool = KVPool(kv_shape, num_blocks=num_blocks_of(chunks, block_size), device=device)
-    runner = ModelRunner(loaded, pool.kv, decoder)
+    runner = ModelRunner(loaded, pool.layers, decoder)
     batch = made_up_batch(chunks, block_size=block_size, vocab_size=vocab_size, device=device)
     try:
         reserve = measure_step_bytes(runner, batch, device=device, vocab_size=vocab_size)
@@ -231,7 +232,7 @@ def _measure_cuda_memory(
             param="max_num_batched_tokens",
         ) from error
     # The model holds the trial pool until it is bound to another one.
-    ModelRunner(loaded, KVPool(kv_shape, num_blocks=1, device=device).kv, decoder)
+    ModelRunner(loaded, KVPool(kv_shape, num_blocks=1, device=device).layers, decoder)
     del runner, pool, batch
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -11,6 +11,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp16", "int8")
 """Of the weights of matrix products, on a CPU: `worker.linears` says what each does, docs/performance.md what it costs
 in quality."""
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+"""Of the KV cache: the model's, or a byte a number with a scale for each block and head (docs/kernels.md)."""
 GPU_MEMORY_UTILIZATION_MAX = 0.95
 """Above this, fragmentation and the driver's own needs run a device out of memory sooner or later."""
 
@@ -42,6 +44,7 @@ class WorkerConfig:
     num_threads: int | None = None
     """Of the CPU; None: as many as this process may run on."""
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.worker_id, str) or not self.worker_id:
@@ -55,6 +58,11 @@ class WorkerConfig:
             accepted = ", ".join(("None", *QUANTIZATIONS))
             raise ConfigError(
                 f"quantization must be one of: {accepted}; got {self.quantization!r}", param="quantization"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
+                param="kv_cache_dtype",
             )
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_count(name)

@@ -1,8 +1,8 @@
 """Decode steps replayed from CUDA graphs, so that their hundreds of launches cost the host one.
 
 Owns the sizes that are recorded, the memory that recorded kernels read, and the padding of a step to the next size.
-A step that isn't recorded runs as it would without this. What a step computes is the model's concern: everything it
-launches must depend on shapes alone, as Octavo's kernels do.
+A step that isn't recorded, or whose sequences share a prefix worth a pass of its own, runs as it would without this.
+What a step computes is the model's concern: everything it launches must depend on shapes alone, as Octavo's kernels do.
 """
 
 from __future__ import annotations
@@ -123,7 +123,12 @@ class GraphedRunner:
         size = next((size for size in self._sizes if size >= num_seqs), None)
         is_decode = len(batch.input_ids) == num_seqs
         width = batch.block_tables.shape[1]
-        if not is_decode or size not in self._replays or width > self._inputs.block_tables.shape[1]:
+        if (
+            not is_decode
+            or batch.num_shared_blocks
+            or size not in self._replays
+            or width > self._inputs.block_tables.shape[1]
+        ):
             self.num_others += 1
             return self._runner.forward(batch)
         self._fill(batch, num_seqs, size, width)

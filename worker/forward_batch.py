@@ -1,8 +1,8 @@
-"""What one forward pass needs, as tensors on the device. Owns the layout of the ragged batch and nothing else."""
+"""What one forward pass needs, tensors on the device. Owns the layout of the ragged batch and nothing else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,3 +28,5 @@ class ForwardBatch:
     """int32 [S], tokens of each sequence including this step's"""
     logit_rows: torch.Tensor
     """int64 [K], indices into T"""
+    num_shared_blocks: int = field(default=0, kw_only=True)
+    """With so many blocks every table begins, whole and written before this step; 0: none worth a pass of their own"""

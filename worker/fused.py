@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from octavo.kernels import dispatch
+from octavo.kernels.layer_cache import LayerCache
 from octavo.worker.attention import AttentionSite
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.linears import Linear
@@ -35,7 +36,7 @@ class Norm:
 
 @dataclass(slots=True, eq=False)
 class FusedLayer:
-    """One decoder layer: its weights, and its slice of the KV tensor once bound."""
+    """One decoder layer: its weights, and its part of the KV cache once bound."""
 
     site: AttentionSite
     attention_norm: Norm
@@ -47,38 +48,38 @@ class FusedLayer:
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
-    k_cache: torch.Tensor | None = None
-    v_cache: torch.Tensor | None = None
+    cache: LayerCache | None = None
 
     def attend(
         self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch
     ) -> torch.Tensor:
         """Normed hidden states [T, H] to attention's output [T, Hq * D]; KV is in its slots afterwards."""
-        site, k_cache, v_cache = self.site, self.k_cache, self.v_cache
-        assert k_cache is not None, "the layer is not bound to a KV tensor"
-        assert v_cache is not None
+        site, cache = self.site, self.cache
+        assert cache is not None, "the layer is not bound to a KV cache"
         num_heads, num_kv_heads, head_dim = site.num_heads, site.num_kv_heads, site.head_dim
         heads = self.qkv(x).view(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.reshape(-1, head_dim)).view(-1, num_heads, head_dim)
             k = self.k_norm(k.reshape(-1, head_dim)).view(-1, num_kv_heads, head_dim)
-        dispatch.write_kv_rope(q, k, v, angles[0], angles[1], k_cache, v_cache, batch.slot_mapping)
+        dispatch.write_kv_rope(q, k, v, *angles, cache.k, cache.v, batch.slot_mapping, scales=cache.scales)
         return dispatch.paged_attention(
             q,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             block_tables=batch.block_tables,
             cu_seqlens_q=batch.cu_seqlens_q,
             context_lens=batch.context_lens,
             scale=site.scale,
             sliding_window=site.sliding_window,
             softcap=site.softcap,
+            scales=cache.scales,
+            num_shared_blocks=batch.num_shared_blocks,
         ).view(x.shape[0], num_heads * head_dim)
 
 
 class FusedDecoder:
-    """A whole model: token ids to logits. Bound to one KV tensor at a time, the last."""
+    """A whole model: token ids to logits. Bound to one KV cache at a time, the last."""
 
     def __init__(
         self,
@@ -98,10 +99,10 @@ class FusedDecoder:
         self._vocab_size = vocab_size
         self._float32 = torch.empty(1, dtype=torch.float32, device=embedding.device)
 
-    def bind(self, kv: torch.Tensor) -> None:
-        """`kv` [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
+    def bind(self, caches: Sequence[LayerCache]) -> None:
+        """`caches` of all layers in their order."""
         for layer in self.layers:
-            layer.k_cache, layer.v_cache = kv[layer.site.layer, 0], kv[layer.site.layer, 1]
+            layer.cache = caches[layer.site.layer]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's KV into its slots and return the logits of `batch.logit_rows`, [K, vocab]."""

@@ -16,25 +16,31 @@ import numpy.typing as npt
 import torch
 
 from octavo.protos.types import MASKED_TOKEN, TokenLogprobs
-from octavo.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, Samples, SamplingBatch, token_logprobs
+from octavo.worker.sampler import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    PendingSamples,
+    Sampler,
+    Samples,
+    SamplingBatch,
+    token_logprobs,
+)
 from octavo.worker.staging import InputStaging
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingSamples:
-    """Samples that are on their way."""
+class _OnTheirWay:
+    """`PendingSamples` that the device is still drawing."""
 
     tokens: torch.Tensor
-    """int32 [K] on the device; negative where there is none. A next step may read them at once."""
     _host: torch.Tensor
     """int32 [2, K]: the tokens, and whether the row was finite before its edits."""
     _arrived: torch.cuda.Event | None
     _finish: Callable[[npt.NDArray[np.int32]], Samples]
 
     def result(self) -> Samples:
-        """Waits for the tokens, and for nothing launched after them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._finish(self._host.numpy())
@@ -58,7 +64,7 @@ class GpuSampler(Sampler):
 
     @torch.inference_mode()
     def start(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingSamples:
-        """Launch everything; the host waits for nothing. `logits` float32 [L, V] must stay until `result`."""
+        """Launch everything; the host waits for nothing. See `Sampler.start`."""
         finite = logits.amax(dim=1).isfinite().int()
         tokens, rows = self._tokens(logits, batch)
         both = torch.stack([tokens, finite[rows]])
@@ -71,7 +77,7 @@ class GpuSampler(Sampler):
         def finish(found: npt.NDArray[np.int32]) -> Samples:
             return _samples(found[0].copy(), found[1] != 0, logits, batch)
 
-        return PendingSamples(tokens, host, arrived, finish)
+        return _OnTheirWay(tokens, host, arrived, finish)
 
     def _tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int32 [K] and the row of `logits` of each sample, int64 [K]."""

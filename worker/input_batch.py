@@ -28,6 +28,7 @@ from octavo.worker.plan_checks import (
     check_rows,
     check_swaps,
 )
+from octavo.worker.prepared_step import FlatInputs, PreparedStep
 from octavo.worker.random import seed_bits
 from octavo.worker.sampler import SamplingBatch
 
@@ -47,31 +48,12 @@ def _num_logprobs(request: Request) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatInputs:
-    """One step's model input; names, shapes and dtypes as in `forward_batch.ForwardBatch`, but numpy."""
+class _Assumed:
+    """A step whose samples are counted as known."""
 
-    input_ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    slot_mapping: npt.NDArray[np.int64]
-    block_tables: Int32Array
-    cu_seqlens_q: Int32Array
-    context_lens: Int32Array
-    logit_rows: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedStep:
-    """What is left to do of a plan that has been checked and booked."""
-
-    inputs: FlatInputs | None
-    """None: no row runs."""
-    sampling: SamplingBatch | None
-    """None: no row samples."""
-    samples: npt.NDArray[np.int64]
-    """[K'] indices into the plan's `sample_rows` of those that sample; the others had ended. Aligned with
-    `sampling`."""
-    sample_rows: Int32Array
-    """[K'] their rows."""
+    step: PreparedStep
+    counts: npt.NDArray[np.bool_]
+    """[K'] which of them: not those of branches that had ended."""
 
 
 class InputBatch:
@@ -108,6 +90,7 @@ class InputBatch:
         self._greedy = np.zeros(rows, np.bool_)
         self._has_rules = np.zeros(rows, np.bool_)
         self._stop_ids: Int32Array = np.full((rows, 4), _NO_TOKEN, np.int32)
+        self._assumed: _Assumed | None = None
 
     @property
     def num_rows_in_use(self) -> int:
@@ -138,6 +121,7 @@ class InputBatch:
         self.ledger.reset()
         self._requests = [None] * self.limits.max_num_seqs
         self._rules.clear()
+        self._assumed = None
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
         """Check `plan`, book it and make the step's inputs; `finish` takes the samples.
@@ -178,23 +162,51 @@ class InputBatch:
             self._fork(parent, child, branch)
         sample_rows = plan.sample_rows[samples]
         sampling = self._sampling(sample_rows, logit_indices) if len(samples) else None
-        return PreparedStep(inputs, sampling, samples, sample_rows)
+        return PreparedStep(inputs, sampling, samples, sample_rows, after.lengths[sample_rows])
 
-    def finish(self, step: PreparedStep, token_ids: Int32Array, failed: npt.NDArray[np.bool_]) -> None:
-        """Append the step's samples. Both arrays are [K'], aligned with `step.samples`.
+    def can_run_ahead(self, plan: StepPlan, step: PreparedStep) -> bool:
+        """Whether `plan` may be prepared before the samples of `step`, the one before it, are known: it changes nothing
+        about their rows but by what the device can look up itself."""
+        if plan.epoch != self.epoch or len(plan.beam_moves) or step.sampling is None:
+            return False
+        if (step.sampling.num_logprobs >= 0).any():
+            # They are looked up in the logits once the tokens are known; by then the next step has overwritten them.
+            return False
+        unknown = step.sample_rows[~self.progress.ended[step.sample_rows]]
+        if np.isin(unknown, plan.released_rows).any() or np.isin(unknown, plan.forks[:, 0]).any():
+            return False
+        again = unknown[np.isin(unknown, plan.sample_rows)]
+        return not (self._has_rules[again] | self.progress.beams[again]).any()
 
-        A row whose branch ends with its token, or has failed, takes no part in what plans sent ahead say of it.
+    def assume(self, step: PreparedStep) -> None:
+        """Count the samples of `step` as known, so that the plan behind it can be prepared; `finish` must follow it."""
+        counts = ~self.progress.ended[step.sample_rows]
+        self._assumed = _Assumed(step, counts)
+        self.progress.lengths[step.sample_rows[counts]] = step.sample_positions[counts] + 1
+
+    def finish(
+        self, step: PreparedStep, token_ids: Int32Array, failed: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Append the step's samples. All arrays are [K'], aligned with `step.samples`.
+
+        Returns which samples count: not those of branches of which the step before has meanwhile shown that they had
+        ended. A row whose branch ends with its token, or has failed, takes no part in what plans sent ahead say of it.
         """
-        progress = self.progress
-        progress.ended[step.sample_rows[failed]] = True
+        progress, assumed = self.progress, self._assumed
+        if assumed is not None and assumed.step is step:
+            # By now a plan behind it may have given away the row of a branch that has ended.
+            counts, self._assumed = assumed.counts, None
+        else:
+            counts = ~progress.ended[step.sample_rows]
+        progress.ended[step.sample_rows[counts & failed]] = True
         # A beam's token comes with a later plan, once all beams of its search have been ranked.
-        sampled = ~failed & ~progress.beams[step.sample_rows]
+        sampled = counts & ~failed & ~progress.beams[step.sample_rows]
         rows, tokens = step.sample_rows[sampled], token_ids[sampled]
-        self._tokens[rows, progress.lengths[rows]] = tokens
-        progress.lengths[rows] += 1
+        self._tokens[rows, step.sample_positions[sampled]] = tokens
+        progress.lengths[rows] = step.sample_positions[sampled] + 1
         for index in np.flatnonzero(self._has_rules[rows]).tolist():
             self._rules[int(rows[index])].add(int(tokens[index]))
-        num_outputs = progress.lengths[rows] - self._prompt_lens[rows]
+        num_outputs = step.sample_positions[sampled] + 1 - self._prompt_lens[rows]
         # The arrays only pick whom to ask; the rule itself is written once, in `finish_reason`.
         may_end = (num_outputs >= self._max_tokens[rows]) | (self._stop_ids[rows] == tokens[:, None]).any(
             axis=1
@@ -207,6 +219,7 @@ class InputBatch:
                 request, int(num_outputs[index]), int(tokens[index]), int(self._max_tokens[row])
             )
             progress.ended[row] = reason is not None
+        return counts
 
     def tokens(self, row: int) -> Int32Array:
         """A copy of the tokens that the row has."""
@@ -330,6 +343,7 @@ class InputBatch:
         width = -(-int(context_lens.max()) // block_size)
         place = np.zeros(len(plan.rows), np.int64)
         place[places.active] = np.arange(len(rows))
+        late_places, late_samples = self._late(places)
         sampled, logit_indices = np.unique(place[plan.sample_indices[samples]], return_inverse=True)
         inputs = FlatInputs(
             input_ids=self._tokens[places.rows, places.positions].astype(np.int64),
@@ -339,8 +353,21 @@ class InputBatch:
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
             logit_rows=cu_seqlens_q[sampled + 1].astype(np.int64) - 1,
+            late_places=late_places,
+            late_samples=late_samples,
         )
         return inputs, logit_indices.reshape(-1)
+
+    def _late(self, places: TokenPlaces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which of the step's tokens the step before is still sampling, and as which of its samples."""
+        if self._assumed is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        sample_of_row = np.full(self.limits.max_num_seqs, -1, np.int64)
+        step, counts = self._assumed.step, self._assumed.counts
+        sample_of_row[step.sample_rows[counts]] = np.flatnonzero(counts)
+        samples = sample_of_row[places.rows]
+        late = (samples >= 0) & (places.positions == step.sample_positions[samples])
+        return np.flatnonzero(late), samples[late]
 
     def _sampling(self, rows: Int32Array, logit_indices: npt.NDArray[np.int64]) -> SamplingBatch:
         num_outputs = self.progress.lengths[rows] - self._prompt_lens[rows]

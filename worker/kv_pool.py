@@ -1,7 +1,7 @@
 """The device memory that holds keys and values, in blocks: allocated once, sized from what is free.
 
-Owns the one KV tensor and the arithmetic of how many blocks fit. Who uses a block is the scheduler's concern, and
-`block_ledger.py` checks it.
+Owns the one KV tensor, its views, and the arithmetic of how many blocks fit. Who uses a block is the scheduler's
+concern, and `block_ledger.py` checks it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kernels import dispatch
+from octavo.kernels.layer_cache import LayerCache, plain_layers, quantised_block_bytes, quantised_layers
 from octavo.protos.errors import ConfigError, IntegrityError
 from octavo.protos.types import Int32Array
 
@@ -32,31 +33,41 @@ class KVShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    """Of the numbers. One that `dispatch.QUANTISED` lists has scales beside them."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.dtype in dispatch.QUANTISED.values()
 
     @property
     def bytes_per_block(self) -> int:
-        """All layers, K and V."""
+        """All layers, K and V, scales included."""
+        if self.is_quantised:
+            return 2 * self.num_layers * quantised_block_bytes(**self.heads)
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """What of a block is the same in every layer."""
+        return {"num_kv_heads": self.num_kv_heads, "block_size": self.block_size, "head_dim": self.head_dim}
 
 
 class KVPool:
-    """`kv` is [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; [l, 0] keys, [l, 1] values."""
+    """`kv` is [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; [l, 0] keys, [l, 1] values. Of a
+    quantised cache it is uint8 [num_layers, 2, num_blocks, bytes], the scales among the bytes: what moves whole blocks
+    needs no other view. `layers` is what kernels read and write."""
 
     def __init__(self, shape: KVShape, *, num_blocks: int, device: torch.device) -> None:
         """Allocates without touching pages. Raises `ConfigError` where the memory cannot be had."""
         self.shape = shape
         self.num_blocks = num_blocks
         self.size_bytes = num_blocks * shape.bytes_per_block
-        sizes = (
-            shape.num_layers,
-            2,
-            num_blocks,
-            shape.num_kv_heads,
-            shape.block_size,
-            shape.head_dim,
-        )
+        block: tuple[int, ...] = (shape.num_kv_heads, shape.block_size, shape.head_dim)
+        dtype = shape.dtype
+        if shape.is_quantised:
+            block, dtype = (quantised_block_bytes(**shape.heads),), torch.uint8
         try:
-            self.kv = torch.empty(sizes, dtype=shape.dtype, device=device)
+            self.kv = torch.empty((shape.num_layers, 2, num_blocks, *block), dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one too
             raise ConfigError(
                 f"num_blocks {num_blocks} need {gib(self.size_bytes)} of KV cache on {device}, "
@@ -64,10 +75,20 @@ class KVPool:
                 param="num_blocks",
             ) from error
 
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        if self.shape.is_quantised:
+            return quantised_layers(self.kv, self.shape.dtype, **self.shape.heads)
+        return plain_layers(self.kv)
+
     def copy_blocks(self, copies: Int32Array) -> None:
         """Copy whole blocks, all layers. `copies` int32 [C, 2] (source, destination)."""
         if len(copies):
-            dispatch.copy_blocks(self.kv, torch.tensor(copies, device=self.kv.device))
+            pairs = torch.tensor(copies)
+            if self.kv.is_cuda:
+                # From pinned memory nobody waits; torch keeps it until the copy is done.
+                pairs = pairs.pin_memory().to(self.kv.device, non_blocking=True)
+            dispatch.copy_blocks(self.kv, pairs)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the tensor is not the one that was allocated."""

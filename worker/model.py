@@ -1,14 +1,17 @@
 """Runs the model on one ragged batch.
 
 Owns the forward pass: flattened inputs through the fused decoder where the model has one, else into transformers'
-module graph; attention over the paged KV tensor, the head on the rows that need logits. Knows nothing of plans,
+module graph; attention over the paged KV cache, the head on the rows that need logits. Knows nothing of plans,
 requests or sampling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from octavo.kernels.layer_cache import LayerCache
 from octavo.worker.attention import StepSlot, bind
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.fused import FusedDecoder
@@ -16,25 +19,29 @@ from octavo.worker.loader import LoadedModel
 
 
 class ModelRunner:
-    """A loaded model bound to one KV tensor. Not thread-safe; a model has one runner at a time, the last made."""
+    """A loaded model bound to one KV cache. Not thread-safe; a model has one runner at a time, the last made."""
 
-    def __init__(self, loaded: LoadedModel, kv: torch.Tensor, decoder: FusedDecoder | None = None) -> None:
-        """`kv` [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], on the model's device.
+    def __init__(
+        self, loaded: LoadedModel, caches: Sequence[LayerCache], decoder: FusedDecoder | None = None
+    ) -> None:
+        """`caches` of all layers in their order, on the model's device.
 
         `decoder`: the same model, fused; it then runs instead of the module graph.
         """
         shape = loaded.shape
-        expected = (shape.num_layers, 2, kv.shape[2], shape.num_kv_heads, kv.shape[4], shape.head_dim)
-        assert kv.shape == expected, (
-            f"kv must be [L, 2, blocks, Hkv, block size, D] = {expected}, got {kv.shape}"
+        assert len(caches) == shape.num_layers, (len(caches), shape.num_layers)
+        num_blocks, _, block_size, _ = caches[0].k.shape
+        expected = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        assert caches[0].k.shape == expected, (
+            f"a cache must be [blocks, Hkv, block size, D] = {expected}, got {caches[0].k.shape}"
         )
         self._module = loaded.module
         self._decoder = decoder
         self._step = StepSlot()
         if decoder is not None:
-            decoder.bind(kv)
+            decoder.bind(caches)
         else:
-            bind(loaded.attention_sites, kv, self._step)
+            bind(loaded.attention_sites, caches, self._step)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

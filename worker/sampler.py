@@ -12,7 +12,7 @@ Knows nothing of rows, blocks or plans. Works on CPU and CUDA tensors alike; par
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,11 +65,44 @@ class Samples:
     """Index of the sample: why it has no token."""
 
 
+class PendingSamples(Protocol):
+    """Samples that may still be on their way."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int32 [K] on the logits' device; negative where there is none. The next step may read them at once."""
+        ...
+
+    def result(self) -> Samples:
+        """Waits for the tokens, and for nothing launched after them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taken:
+    """Samples that are there."""
+
+    samples: Samples
+    device: torch.device
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return torch.from_numpy(self.samples.token_ids).to(self.device)
+
+    def result(self) -> Samples:
+        return self.samples
+
+
 class Sampler:
     """Stateless; `scratch_bytes` bounds its intermediates (None: by device)."""
 
     def __init__(self, *, scratch_bytes: int | None = None) -> None:
         self._scratch_bytes = scratch_bytes
+
+    def start(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingSamples:
+        """`sample`, waited for only when its result is asked for, where the device allows. `logits` must stay till
+        then for samples that want log-probabilities."""
+        return _Taken(self.sample(logits, batch), logits.device)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Samples:
         """One token for each sample.
@@ -163,7 +196,7 @@ def _apply_edits(work: torch.Tensor, edits: LogitEdits, part: Int64Array, num_sa
 
 
 def _to_float32(values: torch.Tensor) -> torch.Tensor:
-    """Rounded; what is too large stays finite (a repetition penalty of 1e-300 is legal), a ban stays a ban."""
+    """Rounded; what is too large stays finite, a ban stays a ban."""
     return torch.where(values.isinf(), values, values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX)).float()
 
 

@@ -1,6 +1,6 @@
 """The worker's side of the step stream: who may plan, in which order plans run, and how far the device is.
 
-Owns the compute thread, the epoch and the heartbeats. Knows the executor by three names and nothing of
+Owns the compute thread, the epoch and the heartbeats. Knows the executor by a few names and nothing of
 torch, ray or blocks. One asyncio loop reads, writes and beats; it never waits for the device, since every
 plan runs on the one compute thread. Fencing: a stream names an epoch; a higher one takes the worker over, and
 no plan of a lower one runs or is answered after that.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -40,9 +41,14 @@ class StepExecutor(Protocol):
     """What the servicer needs of `worker/executor.py`. All calls come from one thread."""
 
     info: WorkerInfo
+    runs_ahead: bool
+    """Whether `execute` takes `following`."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises `PlanRejectedError`, with nothing changed, for one that breaks the ledger."""
+    def execute(self, plan: StepPlan, following: StepPlan | None = None) -> StepResult:
+        """Run one step. Raises `PlanRejectedError`, with nothing changed, for one that breaks the ledger.
+
+        following: the plan whose turn is next, if it is there already; its work may begin.
+        """
         ...
 
     def cached_prefixes(self) -> list[CachedPrefix]:
@@ -67,6 +73,8 @@ class _Session:
         self.next_step_id = 1
         self.finished_step_id = 0
         self.plans_in_flight = 0
+        self.waiting: deque[StepPlan] = deque()
+        """Accepted plans whose turn has not come: added by the loop, taken by the compute thread."""
         self.closed = False
         self.refused = False
         """A plan was refused; those sent behind it count on it, so none of them may run."""
@@ -223,17 +231,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise PlanRejectedError(f"more than {wire.PLANS_IN_FLIGHT_MAX} plans in flight")
         session.next_step_id += 1
         session.plans_in_flight += 1
+        session.waiting.append(plan)
         done = asyncio.get_running_loop().run_in_executor(self._compute, self._run, session, plan)
         done.add_done_callback(lambda future: self._answer(session, plan, future))
 
     def _run(self, session: _Session, plan: StepPlan) -> StepResult | None:
         """On the compute thread. None: the session ended before its turn came."""
+        session.waiting.popleft()
         if session.closed or session.refused:
             return None
         started = self._clock()
         self._running = (plan.step_id, started)
         try:
-            result = self.executor.execute(plan)
+            if self.executor.runs_ahead and session.waiting:
+                result = self.executor.execute(plan, session.waiting[0])
+            else:
+                result = self.executor.execute(plan)
             self._longest_step_seconds = max(self._longest_step_seconds or 0.0, self._clock() - started)
             return result
         except PlanRejectedError:

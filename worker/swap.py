@@ -86,8 +86,8 @@ class SwapSpace:
                 "which cannot be allocated",
                 param="num_host_blocks",
             ) from error
-        self.host = self._blocks.permute(1, 2, 0, 3, 4, 5)
-        """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], like the device's."""
+        self.host = self._blocks.movedim(0, 2)
+        """[num_layers, 2, num_blocks, ...], like the device's."""
         self._kv = kv
         self._link: _Link = (
             _CudaLink(kv, self._blocks) if kv.is_cuda and num_blocks else _CpuLink(kv, self._blocks)
@@ -151,7 +151,7 @@ class _CpuLink:
 
 
 class _Staging:
-    """Device memory for a few blocks, [n, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    """Device memory for a few blocks, [n, num_layers, 2, ...]."""
 
     def __init__(self, size: int, kv: torch.Tensor) -> None:
         self.blocks = torch.empty((size, *kv.shape[:2], *kv.shape[3:]), dtype=kv.dtype, device=kv.device)

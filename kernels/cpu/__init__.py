@@ -9,7 +9,9 @@ from octavo.kernels.cpu.ops import (
     silu_mul,
     warm_up,
     write_kv,
+    write_kv_quantised,
     write_kv_rope,
+    write_kv_rope_quantised,
 )
 
 __all__ = [
@@ -21,5 +23,7 @@ __all__ = [
     "silu_mul",
     "warm_up",
     "write_kv",
+    "write_kv_quantised",
     "write_kv_rope",
+    "write_kv_rope_quantised",
 ]

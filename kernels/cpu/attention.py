@@ -137,8 +137,8 @@ def work(
     batch: tuple[Any, Any, Any],
     q: Any,
     q_strides: tuple[int, int],
-    caches: tuple[Any, Any],
-    kv_strides: tuple[int, int, int],
+    caches: tuple[Any, Any, Any, Any, bool],
+    kv_strides: tuple[int, int, int, int],
     shape: tuple[int, int, int, int],
     options: tuple[int, float, float],
     out: Any,
@@ -172,9 +172,9 @@ def work(
         q_at = token * q_strides[0] + kv_head * group * q_strides[1]
         load_queries(q, q_at, q_strides[0], q_strides[1], tokens, group, head_dim, factor, queries)
         attend(
-            queries, rows, group, position, caches, (kv_strides[0], kv_strides[2]), kv_head * kv_strides[1],
-            table[sequence], block_size, head_dim, (items[item, KEY_BEGIN], items[item, KEY_END]), window, cap_log2,
-            (output, maxima, sums), scratch,
+            queries, rows, group, position, caches, (kv_strides[0], kv_strides[2], kv_strides[3]), kv_head,
+            kv_head * kv_strides[1], table[sequence], block_size, head_dim,
+            (items[item, KEY_BEGIN], items[item, KEY_END]), window, cap_log2, (output, maxima, sums), scratch,
         )  # fmt: skip
         if items[item, PART] < 0:
             for row in range(rows):
@@ -237,8 +237,8 @@ def work_together(
     batch: tuple[Any, Any, Any],
     q: Any,
     q_strides: tuple[int, int],
-    caches: tuple[Any, Any],
-    kv_strides: tuple[int, int, int],
+    caches: tuple[Any, Any, Any, Any, bool],
+    kv_strides: tuple[int, int, int, int],
     shape: tuple[int, int, int, int],
     options: tuple[int, float, float],
     out: Any,
@@ -254,8 +254,8 @@ def work_together(
 def paged_attention_kernel(
     q: Any,
     q_strides: tuple[int, int],
-    caches: tuple[Any, Any],
-    kv_strides: tuple[int, int, int],
+    caches: tuple[Any, Any, Any, Any, bool],
+    kv_strides: tuple[int, int, int, int],
     batch: tuple[Any, Any, Any],
     shape: tuple[int, int, int, int],
     options: tuple[int, float, float],
@@ -266,15 +266,16 @@ def paged_attention_kernel(
     """The whole batch. All arrays but the table are flat; strides are in elements.
 
     q, out      float32, with (token, head) strides
-    caches      (k, v), both float32, uint16 (bfloat16 bits) or int16 (float16 bits), with (block, head, slot)
-                strides kv_strides; a slot's head_dim elements are neighbours
+    caches      (k, v, k_scales, v_scales, signed), see `tiles.attend`, with strides kv_strides = (block, head, slot,
+                block of the scales); a slot's head_dim elements are neighbours, and so are a block's scales
     batch       (block_tables int32 [S, M], cu_seqlens_q int32 [S + 1], context_lens int32 [S])
     shape       (num_kv_heads, group, block_size, head_dim)
     options     (sliding window, 0 for none; scale; soft cap, 0.0 for none)
     """
     table, cu_seqlens_q, context_lens = batch
     num_kv_heads, group, block_size, head_dim = shape
-    num_cache_blocks = caches[0].shape[0] // (num_kv_heads * block_size * head_dim)
+    # Behind the last block's numbers may be less than a stride.
+    num_cache_blocks = (caches[0].shape[0] + kv_strides[0] - 1) // kv_strides[0]
     items, part_rows, products = plan_items(
         table, cu_seqlens_q, context_lens, num_cache_blocks, block_size, group, options[0]
     )
@@ -334,8 +335,8 @@ def paged_attention_float32(
     paged_attention_kernel(
         float32_at(q[0], q_size),
         (q[1], q[2]),
-        (float32_at(k_cache_at, cache_size), float32_at(v_cache_at, cache_size)),
-        (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim),
+        (float32_at(k_cache_at, cache_size), float32_at(v_cache_at, cache_size), None, None, False),
+        (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 0),
         (table, int32_at(cu_seqlens_q_at, tables[1] + 1), int32_at(context_lens_at, tables[1])),
         shape,
         options,

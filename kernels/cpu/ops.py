@@ -9,12 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.kernels.cpu import elementwise, kv_cache, runtime
+from octavo.kernels.cpu import elementwise, kv_cache, quantised_kv, runtime
 from octavo.kernels.cpu.attention import paged_attention_float32, paged_attention_kernel
+from octavo.kernels.layer_cache import Scales
 
 # How the attention kernel is told a number format: by an integer dtype that holds its bits.
-_CARRIER = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-_BITS = {4: torch.int32, 2: torch.int16}
+_CARRIER = {
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.int8: torch.uint8,
+}
+_BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_FORMATS = {torch.int8: quantised_kv.INT8, torch.float8_e4m3fn: quantised_kv.FP8}
 
 
 def _flat(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> npt.NDArray[np.generic]:
@@ -38,8 +45,10 @@ def paged_attention(
     sliding_window: int | None,
     softcap: float | None,
     out: torch.Tensor,
+    *,
+    scales: Scales | None = None,
 ) -> None:
-    """As `dispatch.paged_attention`. Half formats are widened to float32 on reading and `out` is rounded once."""
+    """As `dispatch.paged_attention`. Narrow formats are widened to float32 on reading and `out` is rounded once."""
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     shape = (num_kv_heads, q.shape[1] // num_kv_heads, block_size, head_dim)
     options = (sliding_window or 0, float(scale), float(softcap or 0.0))
@@ -65,13 +74,20 @@ def paged_attention(
     queries = q if q.dtype == torch.float32 else q.float()
     result = out if out.dtype == torch.float32 else torch.zeros(out.shape, dtype=torch.float32)
     carrier = _CARRIER.get(k_cache.dtype)
+    k_scales, v_scales = (None, None) if scales is None else map(_flat, scales)
     slots = block_size * head_dim
     with runtime.parallel_section:
         paged_attention_kernel(
             _flat(queries),
             (queries.stride(0), queries.stride(1)),
-            (_flat(k_cache, carrier), _flat(v_cache, carrier)),
-            (num_kv_heads * slots, slots, head_dim),
+            (
+                _flat(k_cache, carrier),
+                _flat(v_cache, carrier),
+                k_scales,
+                v_scales,
+                k_cache.dtype == torch.int8,
+            ),
+            (k_cache.stride(0), slots, head_dim, 0 if scales is None else scales[0].stride(0)),
             (tables.numpy(), offsets.numpy(), lengths.numpy()),
             shape,
             options,
@@ -105,6 +121,49 @@ def write_kv(
         slot_mapping.contiguous().numpy(),
         (num_kv_heads, block_size, head_dim),
     )
+
+
+def write_kv_quantised(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `dispatch.write_kv` with scales."""
+    k_rows, v_rows = k.float(), v.float()
+    quantised_kv.write_quantised_rows(
+        _flat(k_rows),
+        (k_rows.stride(0), k_rows.stride(1)),
+        _flat(v_rows),
+        (v_rows.stride(0), v_rows.stride(1)),
+        (_flat(k_cache, torch.uint8), _flat(v_cache, torch.uint8)),
+        (_flat(scales[0]), _flat(scales[1])),
+        (k_cache.stride(0), scales[0].stride(0)),
+        slot_mapping.contiguous().numpy(),
+        tuple(k_cache.shape),
+        _FORMATS[k_cache.dtype],
+    )
+
+
+def write_kv_rope_quantised(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `dispatch.write_kv_rope` with scales: a scale needs all of a block's new keys, turned, so these go through
+    a plain cache of one token a block."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    turned = torch.empty(2, num_tokens, num_kv_heads, 1, head_dim)
+    write_kv_rope(q, k, v, cos, sin, turned[0], turned[1], torch.arange(num_tokens))
+    write_kv_quantised(turned[0, :, :, 0], turned[1, :, :, 0], k_cache, v_cache, scales, slot_mapping)
 
 
 def write_kv_rope(

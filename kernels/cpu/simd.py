@@ -5,7 +5,8 @@ register across a loop. Here a kernel says which registers it wants; LLVM still 
 SSE or NEON halves, one AVX register. Owns no algorithm beyond exp2 and in-register shuffles.
 
 Loads and stores take a one-dimensional C-contiguous array and an element offset, unaligned and unchecked. An
-array's dtype names its number format: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
+array's dtype names its number format: float32 and int8 are themselves, uint16 holds bfloat16 bits, int16 float16 bits
+and uint8 those of e4m3 (fp8).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def intrinsic(function: Any) -> Any:
 LANES = 8
 LOG2_E = 1.4426950408889634
 
-_F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
-_F32X8, _I32X8, _I16X8 = (ir.VectorType(lane, LANES) for lane in (_F32, _I32, _I16))
+_F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_F32X8, _I32X8 = (ir.VectorType(lane, LANES) for lane in (_F32, _I32))
 _FUSE = ("contract",)
 
 
@@ -78,26 +79,40 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, 
 
 
 def _widen(builder: Any, bits: Any, dtype: Any) -> Any:
-    """<8 x i16> of bfloat16 or float16 bits as <8 x float>, exactly, infinities and NaN included.
+    """Eight numbers of a narrower format, exactly, infinities and NaN included (of e4m3's two NaN 480 is made).
 
     In integer arithmetic because a float16 conversion becomes a library call, absent here, on a CPU without one.
     """
-    if dtype == types.uint16:
-        return builder.bitcast(builder.shl(builder.zext(bits, _I32X8), _ints(16)), _F32X8)
+    if dtype == types.int8:
+        return builder.sitofp(bits, _F32X8)
     wide = builder.zext(bits, _I32X8)
-    sign = builder.shl(builder.and_(wide, _ints(0x8000)), _ints(16))
-    magnitude = builder.shl(builder.and_(wide, _ints(0x7FFF)), _ints(13))
-    # Exponents are biased by 15 there and 127 here; the product also normalises subnormals.
-    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, _F32X8), _floats(2.0**112)), _I32X8)
-    special = builder.icmp_unsigned(">=", magnitude, _ints(0x7C00 << 13))
-    value = builder.select(special, builder.or_(magnitude, _ints(0x7F800000)), finite)
+    if dtype == types.uint16:
+        return builder.bitcast(builder.shl(wide, _ints(16)), _F32X8)
+    # Sign, then exponent and mantissa, to their places. The exponent's bias is 127 there, and here 7 or 15; the
+    # product also normalises subnormals.
+    sign_mask, mantissa_shift, bias = (0x80, 20, 7) if dtype == types.uint8 else (0x8000, 13, 15)
+    sign = builder.shl(builder.and_(wide, _ints(sign_mask)), _ints(32 - sign_mask.bit_length()))
+    magnitude = builder.shl(builder.and_(wide, _ints(sign_mask - 1)), _ints(mantissa_shift))
+    factor = _floats(2.0 ** (127 - bias))
+    value = builder.bitcast(builder.fmul(builder.bitcast(magnitude, _F32X8), factor), _I32X8)
+    if dtype == types.int16:
+        special = builder.icmp_unsigned(">=", magnitude, _ints(0x7C00 << 13))
+        value = builder.select(special, builder.or_(magnitude, _ints(0x7F800000)), value)
     return builder.bitcast(builder.or_(value, sign), _F32X8)
 
 
 def _load_widened(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     if array_type.dtype == types.float32:
         return _load(context, builder, array_type, array, offset, _F32X8)
-    return _widen(builder, _load(context, builder, array_type, array, offset, _I16X8), array_type.dtype)
+    narrow = ir.VectorType(_lane(array_type), LANES)
+    return _widen(builder, _load(context, builder, array_type, array, offset, narrow), array_type.dtype)
+
+
+def _lane(array_type: Any) -> ir.Type:
+    """Of an array's format, as it is stored."""
+    if array_type.dtype == types.float32:
+        return _F32
+    return _I16 if array_type.dtype.bitwidth == 16 else _I8
 
 
 def _is_storage(array_type: Any) -> bool:
@@ -105,7 +120,7 @@ def _is_storage(array_type: Any) -> bool:
         isinstance(array_type, types.Array)
         and array_type.ndim == 1
         and array_type.layout == "C"
-        and array_type.dtype in (types.float32, types.uint16, types.int16)
+        and array_type.dtype in (types.float32, types.uint16, types.int16, types.int8, types.uint8)
     )
 
 
@@ -126,7 +141,7 @@ def vload_lanes(typing_context: Any, array: Any, offset: Any, count: Any) -> Any
     """array[offset : offset + count] widened in the first `count` < 8 lanes, 0 elsewhere; reads no further."""
     if not _is_storage(array):
         return None
-    lane_type = _F32 if array.dtype == types.float32 else _I16
+    lane_type = _lane(array)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector_type = ir.VectorType(lane_type, LANES)

@@ -4,8 +4,8 @@ Owns the walk over keys, masking, and the online softmax of Milakov and Gimelshe
 loops. Keys are walked `KEY_TILE` at a time, block by block where they lie in the cache, and a block
 is read once for all rows of the tile. Knows nothing of batches, threads or torch.
 
-Offsets and strides are in elements. Keys and values may be float32, uint16
-(bfloat16 bits) or int16 (float16 bits), see `simd`; everything else is float32.
+Offsets and strides are in elements. Keys and values may be float32, uint16 (bfloat16 bits), int16 (float16 bits) or, of
+a quantised cache, uint8 (bytes of either format), see `simd`; everything else is float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from octavo.kernels.cpu.products import Matrix, accumulate, accumulate_few, dot_rows, prefetch_block
 from octavo.kernels.cpu.runtime import compiled
@@ -49,18 +51,76 @@ def round_up(count: int) -> int:
 
 
 @compiled()
-def widen_rows(narrow: Matrix, target: Any, target_stride: int, rows: int, columns: int) -> None:
-    """target[rows, columns] = narrow[rows, columns] as float32; columns of target up to a whole vector get 0."""
+def widen_rows(
+    narrow: Matrix, target: Any, target_stride: int, rows: int, columns: int, factor: float
+) -> None:
+    """target[rows, columns] = factor * narrow[rows, columns] as float32; columns of target up to a whole vector get
+    0."""
     source, source_at, source_stride = narrow
+    multiplier = vsplat(factor)
     for row in range(rows):
         at = source_at + row * source_stride
         to = row * target_stride
         column = 0
         while column + LANES <= columns:
-            vstore(target, to + column, vload(source, at + column))
+            vstore(target, to + column, vmul(vload(source, at + column), multiplier))
             column += LANES
         if column < columns:
-            vstore(target, to + column, vload_lanes(source, at + column, columns - column))
+            last = vload_lanes(source, at + column, columns - column)
+            vstore(target, to + column, vmul(last, multiplier))
+
+
+def block_scale(scales: Any, at: int) -> Any:
+    """scales[at] of a quantised cache; 1 where there are none (None), known when the caller is compiled."""
+    return np.float32(1.0) if scales is None else scales[at]
+
+
+@compiled()
+def widen_bytes(
+    narrow: Matrix, target: Any, target_stride: int, rows: int, columns: int, factor: float, signed: bool
+) -> None:
+    """`widen_rows` of a quantised cache's bytes: int8 if `signed`, else e4m3. Told apart here, once a block, so that
+    all the rest is compiled once for both."""
+    if signed:
+        as_signed = (narrow[0].view(np.int8), narrow[1], narrow[2])
+        widen_rows(as_signed, target, target_stride, rows, columns, factor)
+    else:
+        widen_rows(narrow, target, target_stride, rows, columns, factor)
+
+
+def widen(
+    narrow: Any, target: Any, target_stride: Any, rows: Any, columns: Any, factor: Any, signed: Any
+) -> None:
+    """`widen_bytes` of bytes, else `widen_rows`; chosen when the caller is compiled."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(widen)
+def _compile_widen(
+    narrow: Any, target: Any, target_stride: Any, rows: Any, columns: Any, factor: Any, signed: Any
+) -> Any:
+    def of_bytes(
+        narrow: Any, target: Any, target_stride: Any, rows: Any, columns: Any, factor: Any, signed: Any
+    ) -> None:
+        widen_bytes(narrow, target, target_stride, rows, columns, factor, signed)
+
+    def of_words(
+        narrow: Any, target: Any, target_stride: Any, rows: Any, columns: Any, factor: Any, signed: Any
+    ) -> None:
+        widen_rows(narrow, target, target_stride, rows, columns, factor)
+
+    return of_bytes if narrow[0].dtype == types.uint8 else of_words
+
+
+@overload(block_scale)
+def _compile_block_scale(scales: Any, at: int) -> Any:
+    def one(scales: Any, at: int) -> Any:
+        return np.float32(1.0)
+
+    def found(scales: Any, at: int) -> Any:
+        return scales[at]
+
+    return one if isinstance(scales, types.NoneType) else found
 
 
 @compiled()
@@ -176,8 +236,9 @@ def attend(
     rows: int,
     group: int,
     position: int,
-    caches: tuple[Any, Any],
-    strides: tuple[int, int],
+    caches: tuple[Any, Any, Any, Any, bool],
+    strides: tuple[int, int, int],
+    kv_head: int,
     head_at: int,
     table: Any,
     block_size: int,
@@ -191,15 +252,16 @@ def attend(
     """One tile against the keys seen = (begin, end) of its sequence, for one KV head.
 
     queries [rows, padded head_dim] from `load_queries`; row r is the token at `position` + r // group. caches =
-    (k, v) flat, strides = (block, slot), head_at = offset of the head in a block, table [M] of this sequence.
+    (k, v, k_scales, v_scales, signed) flat, the scales None but for quantised ones, whose bytes are int8 if signed;
+    strides = (block, slot, block of the scales), head_at = offset of the head in a block, table [M] of this sequence.
     accumulated = (output [rows, padded head_dim], maxima [rows], sums [rows, 8]) is set: output is yet to be
     divided by the sums.
 
     Of values it reads only the slots of `seen`; of keys it may load other slots of the same block, whose scores
     are masked.
     """
-    k, v = caches
-    block_stride, slot_stride = strides
+    k, v, k_scales, v_scales, signed = caches
+    block_stride, slot_stride, scale_stride = strides
     scores, wide_k, wide_v, transposed = scratch
     output, maxima, sums = accumulated
     depth, padded = round_up(head_dim), round_up(block_size)
@@ -220,7 +282,8 @@ def attend(
             at = table[block + i] * block_stride + head_at
             values_ahead = (v, at)
             if not direct:
-                widen_rows((k, at, slot_stride), wide_k, depth, block_size, head_dim)
+                scale = block_scale(k_scales, table[block + i] * scale_stride + kv_head)
+                widen((k, at, slot_stride), wide_k, depth, block_size, head_dim, scale, signed)
                 at = 0
             keys = (keys_at_hand, at, row_stride)
             score_block(
@@ -245,7 +308,8 @@ def attend(
             count = min(seen[1] - first, block_size) - low
             at = table[block + i] * block_stride + head_at + low * slot_stride
             if not direct:
-                widen_rows((v, at, slot_stride), wide_v, depth, count, head_dim)
+                scale = block_scale(v_scales, table[block + i] * scale_stride + kv_head)
+                widen((v, at, slot_stride), wide_v, depth, count, head_dim, scale, signed)
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
             if rows < 4:

@@ -41,7 +41,9 @@ def worker_info(worker_id: str = "worker-0", **changes: Any) -> WorkerInfo:
 
 
 class FakeExecutor(FakeWorker):
-    """`FakeWorker` behind the executor's three names. `gate`, when cleared, holds steps; `error` fails one."""
+    """`FakeWorker` behind the executor's names. `gate`, when cleared, holds steps; `error` fails one."""
+
+    runs_ahead = False
 
     def __init__(
         self, info: WorkerInfo | None = None, *, budget: int = 512, step_seconds: float = 0.0

@@ -38,6 +38,7 @@ def build_fake(config: WorkerConfig) -> support.FakeExecutor:
         config.worker_id,
         model=model,
         num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
         # As measured by a real one at start, so that workers can be compared from the first request on.
         prefill_tokens_per_second=20_000.0,
         decode_step_seconds=STEP_SECONDS,

@@ -97,7 +97,7 @@ def test_every_launcher_passes_what_compiles() -> None:
         "paged_attention_kernel": 12,
         "prefix_attention_kernel": 2,
         "merge_partials_kernel": 8,
-        "write_kv_quantised_kernel": 4,
+        "write_kv_quantised_kernel": 8,
         "rms_norm_kernel": 2,
         "silu_mul_kernel": 1,
         "copy_blocks_kernel": 1,

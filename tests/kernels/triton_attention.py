@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import merge_partials, reference
+from octavo.kernels import paged_attention as module
 from octavo.kernels.cascade_attention import cascade_attention
 from octavo.kernels.paged_attention import choose_splits, paged_attention
 
@@ -29,7 +30,7 @@ shapes = st.builds(
     block_size=st.sampled_from([8, 16, 24, 64]),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
 )
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(max_examples=16, deadline=None, derandomize=True)
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +81,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         min_size=1,
         max_size=3,
     ),
-    splits=st.sampled_from([1, 2, 3, 8]),
-    options=st.sampled_from([{}, {}, {"sliding_window": 300}, {"softcap": 3.0}]),
+    splits=st.sampled_from([0, 0, 1, 2, 3, 8]),
+    options=st.sampled_from(
+        [{}, {}, {"sliding_window": 300}, {"softcap": 3.0}, {"sliding_window": 20, "softcap": 30.0}]
+    ),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_splits(
+def test_any_ragged_batch_whole_or_in_splits(
     shape: Shape, sequences: list[tuple[int, int]], splits: int, options: dict[str, Any], seed: int
 ) -> None:
     batch = ragged_batch(
@@ -113,6 +116,30 @@ def test_splits(
 )
 def test_splits_are_chosen_by_shapes(programs: int, keys_max: int, splits: int) -> None:
     assert choose_splits(programs=programs, keys_max=keys_max, num_multiprocessors=132) == splits
+
+
+def test_splits_of_a_step_do_not_depend_on_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is recorded with one set of lengths and replayed with others."""
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    found = set()
+    for contexts in ((1, 1, 1), (9000, 3, 900), (70_000, 70_000, 70_000)):
+        rows = torch.zeros(3, 6, 32)
+        cache = torch.zeros(1, 2, 16, 32)
+        call = module.AttentionCall(
+            q=rows,
+            k_cache=cache,
+            v_cache=cache,
+            block_tables=torch.zeros(3, 5000, dtype=torch.int32),
+            cu_seqlens_q=torch.arange(4, dtype=torch.int32),
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            scale=1.0,
+            sliding_window=None,
+            softcap=None,
+            scales=None,
+            upcast=False,
+        )
+        found.add((call.choose_splits(), call.num_tiles()))
+    assert found == {(32, 3 + 3 // 5)}
 
 
 def share_prefix(batch: Batch, num_blocks: int) -> None:

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
+from octavo.kernels.copy_blocks import copy_blocks
 from octavo.kernels.rms_norm import rms_norm
 from octavo.kernels.silu_mul import silu_mul
 from octavo.kernels.swap_blocks import gather_blocks, scatter_blocks
+from octavo.kernels.write_kv import write_kv
 from octavo.kernels.write_kv_rope import write_kv_rope
 
 from .triton_device import DEVICE, assert_within_ulps
@@ -104,6 +106,61 @@ def test_write_kv_rope(
     # Terms up to 4 may cancel: float32's error is of theirs, not of the difference.
     assert_within_ulps(moved, rows, 1.01, floor=4e-6)
     assert_within_ulps(moved_cache, cache, 1.01, floor=4e-6)
+
+
+@few
+@given(
+    num_tokens=st.integers(1, 20),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 20, 64, 72]),
+    block_size=st.sampled_from([8, 16, 24, 64]),
+    dtypes=st.tuples(DTYPES, DTYPES),
+    seed=seeds,
+)
+def test_write_kv(
+    num_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_tokens, 3 * kv_heads, head_dim, generator=generator).to(dtypes[0])
+    k, v = rows[:, kv_heads : 2 * kv_heads], rows[:, 2 * kv_heads :]
+    cache = torch.full((2, 4, kv_heads, block_size, head_dim), torch.nan, dtype=dtypes[1])
+    slots = torch.randperm(4 * block_size, generator=generator)[:num_tokens]
+    slots[torch.rand(num_tokens, generator=generator) < 0.3] = -1
+    moved = cache.to(DEVICE, copy=True)
+    write_kv(k.to(DEVICE), v.to(DEVICE), moved[0], moved[1], slots.to(DEVICE))
+    reference.write_kv(k, v, cache[0], cache[1], slots)
+    assert_within_ulps(moved, cache, 0 if dtypes[1] != torch.bfloat16 else 1.01, floor=0.0)
+
+
+@few
+@given(
+    num_layers=st.integers(1, 3),
+    sizes=st.sampled_from([(1, 8, 5), (2, 24, 72), (3, 16, 20), (1, 64, 64), (5008,)]),
+    num_copies=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    wide=st.booleans(),
+    seed=seeds,
+)
+def test_copied_blocks(
+    num_layers: int, sizes: tuple[int, ...], num_copies: int, dtype: torch.dtype, wide: bool, seed: int
+) -> None:
+    """Blocks of heads, or of bytes with scales among them; one source may have several copies."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = (torch.randn(num_layers, 2, 9, *sizes, generator=generator) * 50).abs().to(dtype)
+    if dtype.is_floating_point:
+        kv[:, :, 0] = torch.nan
+    order = torch.randperm(9, generator=generator)
+    sources = order[torch.randint(0, 9 - num_copies, (num_copies,), generator=generator)]
+    copies = torch.stack([sources, order[9 - num_copies :]], dim=1).to(torch.int64 if wide else torch.int32)
+    moved = kv.to(DEVICE, copy=True)
+    copy_blocks(moved, copies.to(DEVICE))
+    reference.copy_blocks(kv, copies)
+    assert torch.equal(moved.cpu().view(torch.uint8), kv.view(torch.uint8))
 
 
 @few

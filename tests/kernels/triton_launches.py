@@ -20,7 +20,7 @@ from octavo.kernels import sample
 from octavo.kernels.cascade_attention import cascade_attention
 from octavo.kernels.copy_blocks import copy_blocks
 from octavo.kernels.paged_attention import paged_attention
-from octavo.kernels.quantised_kv import write_kv_quantised
+from octavo.kernels.quantised_kv import write_kv_quantised, write_kv_rope_quantised
 from octavo.kernels.rms_norm import rms_norm
 from octavo.kernels.silu_mul import silu_mul
 from octavo.kernels.swap_blocks import gather_blocks, scatter_blocks
@@ -81,10 +81,12 @@ def attention(num_tokens: int, bounds: list[int], contexts: list[int]) -> None:
     cascade_attention(**arguments, num_shared_blocks=2)
     for format in (torch.float8_e4m3fn, torch.int8):
         stored, scales = cache.to(format), torch.ones(2, 20, KV_HEADS)
-        quantised = {"k_cache": stored[0], "v_cache": stored[1], "k_scales": scales[0], "v_scales": scales[1]}
+        quantised = {"k_cache": stored[0], "v_cache": stored[1], "scales": tuple(scales)}
         paged_attention(**plain | quantised, splits=4)
         k, v = rows(2, num_tokens, KV_HEADS, DIM)
-        write_kv_quantised(k, v, *stored, *scales, torch.arange(num_tokens))
+        write_kv_quantised(k, v, *stored, tuple(scales), torch.arange(num_tokens))
+        angles = torch.rand(num_tokens, DIM // 2)
+        write_kv_rope_quantised(q, k, v, angles, angles, *stored, tuple(scales), torch.arange(num_tokens))
 
 
 def elementwise() -> None:

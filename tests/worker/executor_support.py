@@ -100,6 +100,8 @@ def make_executor(
     max_num_seqs: int = 8,
     max_model_len: int = 64,
     max_num_batched_tokens: int = 64,
+    sampler: Sampler | None = None,
+    run_ahead: bool = False,
 ) -> tuple[Executor, FakeRunner]:
     shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype=torch.float32)
     pool = KVPool(shape, num_blocks=num_blocks, device=torch.device("cpu"))
@@ -126,7 +128,8 @@ def make_executor(
         kv_bytes_per_block=shape.bytes_per_block,
     )
     input_batch = InputBatch(limits, num_blocks=num_blocks)
-    return Executor(runner, pool, swap_space, input_batch, Sampler(), info), runner
+    sampler = sampler or Sampler()
+    return Executor(runner, pool, swap_space, input_batch, sampler, info, run_ahead=run_ahead), runner
 
 
 def request_of(prompt, *, seed: int = 0, eos: bool = False, **params) -> Request:

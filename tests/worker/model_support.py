@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from octavo.kernels.layer_cache import plain_layers
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.fused import FusedDecoder
 from octavo.worker.loader import LoadedModel, load_model, resolve_model
@@ -36,7 +37,7 @@ class PagedSession:
         size = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
         # A read of a slot that was never written shows in every logit after it.
         self.kv = torch.full(size, float("nan"), dtype=loaded.dtype)
-        self.runner = ModelRunner(loaded, self.kv, decoder)
+        self.runner = ModelRunner(loaded, plain_layers(self.kv), decoder)
         self.block_size = block_size
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
         self._tables: dict[int, list[int]] = {}

@@ -90,12 +90,13 @@ def test_what_is_not_recorded_runs_as_it_is():
     chunk = dataclasses.replace(
         chunk, block_tables=chunk.block_tables[:2], context_lens=chunk.context_lens[:2]
     )
-    for batch, size in ((decode(21), 21), (decode(2, width=4), 2)):
+    shared = dataclasses.replace(decode(5), num_shared_blocks=1)
+    for batch, size in ((decode(21), 21), (decode(2, width=4), 2), (shared, 5)):
         assert torch.equal(runner.forward(batch), SumRunner().forward(batch))
         assert inner.sizes[-1] == size
     chunk = dataclasses.replace(chunk, logit_rows=torch.tensor([1]))
     runner.forward(chunk)
-    assert runner.num_others == 3
+    assert runner.num_others == 4
     assert runner.num_replays == 0
 
 
@@ -128,11 +129,11 @@ def test_a_real_graph_replays_what_it_recorded():
     runner.record()
     for seed in range(3):
         batch = decode(3, seed=seed)
-        moved = ForwardBatch(
-            **{
-                field.name: getattr(batch, field.name).to(device)
-                for field in dataclasses.fields(ForwardBatch)
-            }
-        )
+        tensors = {
+            field.name: getattr(batch, field.name).to(device)
+            for field in dataclasses.fields(ForwardBatch)
+            if field.name != "num_shared_blocks"
+        }
+        moved = ForwardBatch(**tensors)
         assert torch.equal(runner.forward(moved).cpu(), Doubler().forward(batch))
     assert runner.num_replays == 3

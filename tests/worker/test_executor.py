@@ -417,6 +417,7 @@ def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
         num_host_blocks=num_host_blocks,
         max_num_seqs=6,
         max_num_batched_tokens=budget,
+        run_ahead=data.draw(st.booleans(), label="run_ahead"),
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -471,7 +472,8 @@ def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
             if not waiting and not scheduler.has_work:
                 break
             continue
-        result = executor.execute(sent.pop(0))
+        plan, *sent = sent
+        result = executor.execute(plan, sent[0] if sent else None)
         executor.check_integrity()
         for event in scheduler.commit(result, float(now)):
             if isinstance(event, TokensOut):

@@ -32,6 +32,7 @@ def keep_threads():
     [
         ("gpu_memory_utilization", [0, 0.0, -0.1, 1.1, math.nan, math.inf, True, "0.9", 0.96]),
         ("quantization", ["int4", "", 4]),
+        ("kv_cache_dtype", ["float8", "", None, 8]),
         ("device", ["gpu", "cuda:x", "cuda:", "cpu:0", 3]),
         ("dtype", ["fp32", "int8", None]),
         ("block_size", [0, -1, 1.5, True, None]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -33,8 +34,29 @@ def test_bytes_per_block():
     pool.check_integrity()
 
 
-def test_copy_blocks_moves_all_layers_and_nothing_else():
-    pool = KVPool(SMALL, num_blocks=5, device=CPU)
+def test_a_quantised_block_has_a_byte_a_number_and_its_scales():
+    shape = dataclasses.replace(SHAPE, dtype=torch.int8)
+    assert shape.bytes_per_block == 2 * 30 * (3 * 16 * 64 + 16)
+    pool = KVPool(shape, num_blocks=5, device=CPU)
+    assert pool.kv.nbytes == 5 * shape.bytes_per_block == pool.size_bytes
+    pool.check_integrity()
+    layers = pool.layers
+    assert len(layers) == 30
+    pool.kv.zero_()
+    layers[7].v[3], layers[7].scales[1][3] = 9, 2.0
+    assert pool.kv.count_nonzero(dim=3).nonzero().tolist() == [[7, 1, 3]]
+    assert layers[7].v.shape == (5, 3, 16, 64)
+    more = (
+        cpu_num_blocks(each, available_bytes=GIB, max_num_seqs=9, max_model_len=9**9)
+        for each in (SHAPE, shape)
+    )
+    plain, quantised = more
+    assert 3.9 * plain < quantised < 4 * plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_copy_blocks_moves_all_layers_and_nothing_else(dtype):
+    pool = KVPool(dataclasses.replace(SMALL, dtype=dtype), num_blocks=5, device=CPU)
     pool.kv.copy_(torch.arange(pool.kv.numel()).reshape(pool.kv.shape))
     expected = pool.kv.clone()
     expected[:, :, 4], expected[:, :, 1] = expected[:, :, 0], expected[:, :, 2]

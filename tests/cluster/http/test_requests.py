@@ -103,6 +103,7 @@ def test_d15_d16_numbers_that_json_does_not_have(api: Api, text: str) -> None:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a", 1]}, "stop"),
