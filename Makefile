@@ -59,7 +59,8 @@ golden: venv
 	$(BIN)/python tests/make_golden.py $(ARGS)
 
 # The serving workloads need GSM8K's test set, which is not shipped: OCTAVO_GSM8K=FILE. PEERS=1 runs other engines
-# on them, too, each in an environment that it makes for itself (gigabytes), and prints ratios.
+# on them, too, each in an environment that it makes for itself (gigabytes), and prints ratios to targets. It can be
+# broken off and gone on with: make bench PEERS=1 ARGS="--only contest --results FILE"
 bench: venv
 	@$(BIN)/python benchmarks/all.py $(if $(PEERS),--peers) $(ARGS)
 

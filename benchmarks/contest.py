@@ -4,9 +4,10 @@
     python benchmarks/contest.py --results FILE --report                               print what FILE has
 
 A round runs every contestant once on requests of the same lengths and of other text than the rounds before, each in
-a process of its own and alone. Every run is one line of the results file as soon as it is done, and what is in the
-file is not run again: a contest can be broken off, gone on with, and run in parts. A contestant that cannot be
-installed or fails is told and left out. Peers install themselves on first use (see `peers/environment.py`).
+a process of its own and alone. Every workload is one line of the results file as soon as it is done, and what is in the
+file is not run again, unless other processes disturbed it: a contest can be broken off, gone on with, and run in
+parts. A contestant that cannot be installed or fails is told and left out. Peers install themselves on first use (see
+`peers/environment.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,20 +75,22 @@ def read_results(path: Path) -> list[Run]:
 
 
 def missing(name: str, round_number: int, wanted: list[str], runs: list[Run]) -> list[str]:
-    """Workloads that `name` still has to run in this round."""
+    """Workloads that `name` still has to run in this round, or run again because it was disturbed."""
     done = {
-        workload.split()[0]
+        workload
         for run in runs
         if (run["contestant"], run["round"]) == (name, round_number)
-        for workload in run["figures"]
+        for workload in wanted
+        if (rows := [row for key, row in run["figures"].items() if key.split()[0] == workload])
+        and all(map(contest_report.is_quiet, rows))
     }
     return [
         workload for workload in CONTESTANTS[name].workloads if workload in wanted and workload not in done
     ]
 
 
-def run_once(name: str, round_number: int, workloads: list[str]) -> Run | None:
-    """One process; None, and a line, if it failed."""
+def run_once(name: str, round_number: int, workloads: list[str]) -> Iterator[Run]:
+    """One process; the figures of each workload as it is done. Raises `CalledProcessError` if the process failed."""
     contestant = CONTESTANTS[name]
     command = [sys.executable, str(HERE / contestant.script), *contestant.arguments, "--json"]
     command += ["--repetition", str(round_number), "--workloads", ",".join(workloads)]
@@ -98,12 +102,18 @@ def run_once(name: str, round_number: int, workloads: list[str]) -> Run | None:
     if contestant.script == "peers/llama_cpp.py":
         command += ["--gguf", str(_gguf())]
     print(f"== round {round_number + 1}: {name} {','.join(workloads)}", flush=True)
-    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    if done.returncode or not lines:
-        print(f"{name} failed with {done.returncode}", flush=True)
-        return None
-    return {"contestant": name, "round": round_number, "time": int(time.time()), **json.loads(lines[0])}
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"engine"'):
+                yield {
+                    "contestant": name,
+                    "round": round_number,
+                    "time": int(time.time()),
+                    **json.loads(line),
+                }
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def _gguf() -> Path:
@@ -125,12 +135,13 @@ def hold(names: list[str], workloads: list[str], rounds: int, results: Path) -> 
             todo = missing(name, round_number, workloads, runs)
             if name in failed or not todo or round_number >= CONTESTANTS[name].rounds:
                 continue
-            run = run_once(name, round_number, todo)
-            if run is None:
+            try:
+                for run in run_once(name, round_number, todo):
+                    with results.open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps(run) + "\n")
+            except subprocess.CalledProcessError as error:
+                print(f"{name} failed with {error.returncode}", flush=True)
                 failed.add(name)
-                continue
-            with results.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(run) + "\n")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """What the runs of a contest say: figures by contestant, ratios against targets, agreement of greedy answers.
 
 Medians over the rounds, with the range seen. A ratio is one of medians and says how many times better ours is: the
-peer's seconds over ours, or our tokens a second over the peer's.
+peer's seconds over ours, or our tokens a second over the peer's. A figure during which other processes used much of the
+machine counts only where a contestant has no other for that workload, and is then marked "~".
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from agreement import agreement
 
 Run = dict[str, Any]
+OTHERS_CORES_MAX = 0.1
+"""Of the machine, used by other processes during a workload; above, the figure is one of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +82,29 @@ def show(runs: list[Run], model: Path) -> None:
     )
 
 
+def is_quiet(figures: dict[str, float]) -> bool:
+    """Whether the rest of the machine left this workload in peace."""
+    return figures["others"] <= OTHERS_CORES_MAX
+
+
 def values(runs: Iterable[Run], name: str, metric: Metric) -> list[float]:
-    """One a round."""
-    return [
-        run["figures"][metric.workload][metric.figure]
-        for run in runs
-        if run["contestant"] == name and metric.workload in run["figures"]
-    ]
+    """One a run: of the undisturbed ones, if there are any."""
+    found = _of_workload(runs, name, metric)
+    quiet = [figures for figures in found if is_quiet(figures)]
+    return [figures[metric.figure] for figures in quiet or found]
+
+
+def _of_workload(runs: Iterable[Run], name: str, metric: Metric) -> list[dict[str, float]]:
+    rows = [run["figures"] for run in runs if run["contestant"] == name]
+    return [figures[metric.workload] for figures in rows if metric.workload in figures]
 
 
 def figures_table(runs: list[Run], names: list[str]) -> list[str]:
-    lines = _head("", *names)
-    for metric in METRICS:
-        lines.append(_row(metric.title, *(_median_and_range(values(runs, name, metric)) for name in names)))
-    starts = [[run["start_seconds"] for run in runs if run["contestant"] == name] for name in names]
-    lines.append(_row("start, s", *map(_median_and_range, starts)))
+    lines = _head("", *(metric.title for metric in METRICS), "start, s")
+    for name in names:
+        starts = {run["round"]: run["start_seconds"] for run in runs if run["contestant"] == name}
+        cells = [_cell(runs, name, metric) for metric in METRICS]
+        lines.append(_row(name, *cells, _median_and_range(list(starts.values()))))
     return lines
 
 
@@ -147,6 +158,12 @@ def _all_answers(runs: list[Run], name: str) -> dict[str, list[Any]]:
 def _ratio(metric: Metric, ours: list[float], theirs: list[float]) -> float:
     a, b = statistics.median(ours), statistics.median(theirs)
     return a / b if metric.more_is_better else b / a
+
+
+def _cell(runs: list[Run], name: str, metric: Metric) -> str:
+    disturbed = not any(map(is_quiet, _of_workload(runs, name, metric)))
+    found = values(runs, name, metric)
+    return ("~" if found and disturbed else "") + _median_and_range(found)
 
 
 def _median_and_range(found: list[float]) -> str:

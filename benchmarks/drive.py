@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,7 +65,9 @@ class Run:
     seconds: float
     branches: dict[tuple[str, int], Branch]
     cores: float
-    """CPU seconds of this process per second: below the number of threads, others had the cores."""
+    """CPU seconds of this process per second."""
+    others: float
+    """CPU seconds a second that the rest of the machine used: what disturbed this run."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +89,7 @@ def run(
     takes too long.
     """
     branches: dict[tuple[str, int], Branch] = {}
-    started, cpu_started = time.perf_counter(), _cpu_seconds()
+    started, cpu_started, machine_started = time.perf_counter(), _cpu_seconds(), _machine_cpu_seconds()
 
     def submit(request: BenchRequest) -> None:
         now = time.perf_counter()
@@ -112,10 +114,11 @@ def run(
         if now - started > SECONDS_MAX:
             raise TimeoutError(f"unfinished after {SECONDS_MAX:.0f} s")
     seconds = time.perf_counter() - started
+    cpu, machine = _cpu_seconds() - cpu_started, _machine_cpu_seconds() - machine_started
     for key, branch in branches.items():
         if len(branch.tokens) != branch.wanted:
             raise RuntimeError(f"{key} has {len(branch.tokens)} tokens instead of {branch.wanted}")
-    return Run(seconds, branches, (_cpu_seconds() - cpu_started) / seconds)
+    return Run(seconds, branches, cores=cpu / seconds, others=max(0.0, machine - cpu) / seconds)
 
 
 def _cpu_seconds() -> float:
@@ -123,38 +126,53 @@ def _cpu_seconds() -> float:
     return times.user + times.system
 
 
+def _machine_cpu_seconds() -> float:
+    """Of all processes, and what a hypervisor took away; 0 where /proc does not tell."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, line.split()[1:9])
+    return (user + nice + system + sum(interrupts_and_steal)) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(
     engine: BenchEngine, workloads: Workloads, names: Iterable[str] = NAMES
-) -> tuple[Figures, Answers]:
-    """Figures and answers of the workloads `names`. `workloads` must be new to the engine."""
+) -> Iterator[tuple[Figures, Answers]]:
+    """Figures and answers of each of the workloads `names`, as it is done. `workloads` must be new to the engine."""
     run(engine, workloads.warm_up)
-    figures: Figures = {}
-    answers: Answers = {}
+    if "w1" in names:
+        yield _result(("w1", run(engine, workloads.w1)))
+    if "w2" in names:
+        cold, again = run(engine, workloads.w2), run(engine, workloads.w2)
+        new_tails = run(engine, workloads.w2_new_tails)
+        yield _result(("w2 cold", cold), ("w2 again", again), ("w2 new tails", new_tails))
+    if "w3" in names:
+        done, extra = _long_prompt_beside_streams(engine, workloads)
+        yield _result(("w3", done), **extra)
+    if "w4" in names:
+        yield _result(("w4", run(engine, [workloads.w4])))
+    if "w5" in names:
+        yield _result(("w5", run(engine, [workloads.w5])))
 
-    def record(name: str, done: Run, **extra: float) -> None:
-        figures[name] = {
+
+def _result(*runs: tuple[str, Run], **extra: float) -> tuple[Figures, Answers]:
+    figures = {
+        name: {
             "seconds": done.seconds,
             "output_tokens_per_second": done.num_tokens / done.seconds,
             "first_token_seconds_mean": done.first_token_seconds,
             **extra,
             "cores": done.cores,
-            "load": os.getloadavg()[0],
+            "others": done.others,
         }
-        answers.update({f"{name}/{key[0]}/{key[1]}": branch.tokens for key, branch in done.branches.items()})
-
-    if "w1" in names:
-        record("w1", run(engine, workloads.w1))
-    if "w2" in names:
-        record("w2 cold", run(engine, workloads.w2))
-        record("w2 again", run(engine, workloads.w2))
-        record("w2 new tails", run(engine, workloads.w2_new_tails))
-    if "w3" in names:
-        done, extra = _long_prompt_beside_streams(engine, workloads)
-        record("w3", done, **extra)
-    if "w4" in names:
-        record("w4", run(engine, [workloads.w4]))
-    if "w5" in names:
-        record("w5", run(engine, [workloads.w5]))
+        for name, done in runs
+    }
+    answers = {
+        f"{name}/{request_id}/{index}": branch.tokens
+        for name, done in runs
+        for (request_id, index), branch in done.branches.items()
+    }
     return figures, answers
 
 
@@ -202,15 +220,18 @@ def bench(
     engine = start()
     start_seconds = round(time.perf_counter() - started, 1)
     names = [workload for workload in args.workloads.split(",") if workload not in without]
-    figures, answers = measure(engine, build(args.gsm8k, args.model_dir, args.repetition), names)
-    report(name, figures, answers, as_json=args.json, start_seconds=start_seconds)
+    for figures, answers in measure(engine, build(args.gsm8k, args.model_dir, args.repetition), names):
+        report(name, figures, answers, as_json=args.json, start_seconds=start_seconds)
 
 
 def report(name: str, figures: Figures, answers: Answers, *, as_json: bool, **facts: Any) -> None:
-    """One line of JSON, with the answers, or a table."""
+    """One line of JSON, with the answers, or a line of text for each figure."""
     if as_json:
         print(json.dumps({"engine": name, **facts, "figures": figures, "answers": answers}), flush=True)
         return
-    print(f"{name}  " + "  ".join(f"{key} {value}" for key, value in facts.items()))
     for workload, row in figures.items():
-        print(f"  {workload:13}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+        line = "  ".join(f"{key} {value:.4g}" for key, value in row.items())
+        print(
+            f"{name}  {workload:13}{line}  " + "  ".join(f"{key} {value}" for key, value in facts.items()),
+            flush=True,
+        )

@@ -5,8 +5,8 @@
 Real Router and Scheduler objects in virtual time (`octavo.cluster.simulator`), Llama 3.1 8B on A100s by the roofline
 preset, blocks of 64 tokens. Load is set by compressing the trace's clock: 0.3, 0.6 and 0.85 of the rate at which the
 work that no cache of any size could save (prefill of new blocks, and decoding) would keep every worker busy. A real
-cache saves less, so that 0.85 is at or near saturation. It takes about a quarter of an
-hour of one core.
+cache saves less, so that 0.85 is at or near saturation. It takes about ten minutes of one core, at once or in pieces
+(--seconds).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FILES = {
     "agentic": "agentic_claude_code_rle.jsonl.gz",
 }
 LOADS = {"low": 0.3, "middle": 0.6, "near saturation": 0.85}
-NUM_REQUESTS = {8: 500, 64: 1500, 512: 4000}
-"""Of each trace, the first: what one core does in a quarter of an hour."""
-AGENTIC_REQUESTS_MAX = 2000
+NUM_REQUESTS = {8: 500, 64: 1000, 512: 2000}
+"""Of each trace, the first: what one core does in ten minutes."""
+AGENTIC_REQUESTS = {8: 500, 64: 800, 512: 1200}
 """Its prompts are ten times as long."""
 MAX_MODEL_LEN = 131_072
 BLOCK_SIZE = 64
@@ -123,7 +123,7 @@ def run_cell(trace: Trace, name: str, workers: int, load: str, policy: str, devi
 
 def load_trace(data: Path, name: str, workers: int, quick: bool) -> Trace:
     trace = read_trace(data / FILES[name]).at_most(MAX_MODEL_LEN)
-    most = NUM_REQUESTS[workers] if name != "agentic" else min(AGENTIC_REQUESTS_MAX, NUM_REQUESTS[workers])
+    most = (AGENTIC_REQUESTS if name == "agentic" else NUM_REQUESTS)[workers]
     return trace.cut(most // (10 if quick else 1))
 
 

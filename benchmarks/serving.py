@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -79,6 +78,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="with token ids written before")
     args = parser.parse_args()
     folder = resolve_model(args.model).folder
+    answers: drive.Answers = {}
     started = time.perf_counter()
     with Engine(
         args.model,
@@ -89,12 +89,14 @@ def main() -> None:
         num_blocks=2048,
         host_blocks=0,
     ) as engine:
-        facts: dict[str, Any] = {"start_seconds": round(time.perf_counter() - started, 1)}
+        start_seconds = round(time.perf_counter() - started, 1)
         workloads = build(args.gsm8k, folder, args.repetition)
-        figures, answers = drive.measure(OctavoEngine(engine), workloads, args.workloads.split(","))
+        for figures, made in drive.measure(OctavoEngine(engine), workloads, args.workloads.split(",")):
+            answers |= made
+            name = f"octavo {args.quantization or 'fp32'}"
+            drive.report(name, figures, made, as_json=args.json, start_seconds=start_seconds)
     if args.compare:
-        facts |= agreement(answers, json.loads(args.compare.read_text(encoding="utf-8")))
-    drive.report(f"octavo {args.quantization or 'fp32'}", figures, answers, as_json=args.json, **facts)
+        print(agreement(answers, json.loads(args.compare.read_text(encoding="utf-8"))))
     if args.tokens:
         args.tokens.write_text(json.dumps(answers), encoding="utf-8")
 

@@ -97,6 +97,10 @@ class Backend(Protocol):
         """Answers within a second however much work is queued."""
         ...
 
+    async def live(self) -> dict[str, Any]:
+        """What the system is doing now, JSON-able: see `live.py`. Not for every step: it looks at every block."""
+        ...
+
     async def stats(self) -> dict[str, Any]:
         """Counts and gauges by name; `cluster/metrics.py` says which become metrics."""
         ...

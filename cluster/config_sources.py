@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from octavo.cluster.service_config import ServiceConfig, did_you_mean, names_of, noun_of
 from octavo.protos.errors import ConfigError
+from octavo.protos.interface import BIND_ADDRESS_VARIABLE, NODE_ADDRESS_VARIABLE
 
 CONFIG_VARIABLE = "OCTAVO_CONFIG"
 FILE_BYTES_MAX = 1_000_000
@@ -52,7 +53,8 @@ def load_config(
 
 def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that nearly names an option: such a one has no effect."""
-    known = {variable for _, variable in _names().values()} | {CONFIG_VARIABLE}
+    known = {variable for _, variable in _names().values()}
+    known |= {CONFIG_VARIABLE, NODE_ADDRESS_VARIABLE, BIND_ADDRESS_VARIABLE}
     unknown = [name for name in environment if name.startswith("OCTAVO_") and name not in known]
     near = ((name, did_you_mean(name, known, cutoff=0.85)) for name in sorted(unknown))
     return [f"{name} in the environment is no option{hint}" for name, hint in near if hint]

@@ -15,12 +15,14 @@ from typing import Any
 import ray
 
 from octavo.cluster.backend import HealthReport
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.cluster.metrics.exposition import Family, backend_families
 from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.node_watch import leaving_nodes
 from octavo.protos.errors import ConfigError, UnavailableError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.scheduler.autoscaling import Autoscaler, AutoscalingConfig
 
 logger = logging.getLogger(__name__)
@@ -68,9 +70,9 @@ class Coordinator:
         self, config: CoordinatorConfig, *, loopback: bool, autoscaling: AutoscalingConfig | None = None
     ) -> None:
         """`autoscaling`: let the number of workers follow the load."""
-        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        interface = LOOPBACK if loopback else Interface.of_node(ray.util.get_node_ip_address())
         self._core = CoordinatorCore(config, on_stuck=self._on_stuck)
-        self._server = CoordinatorServer(self._core, host=host)
+        self._server = CoordinatorServer(self._core, interface=interface)
         self._started = asyncio.create_task(self._server.start())
         self._publishing = asyncio.create_task(keep_publishing(self._families))
         self._kills: set[asyncio.Task[None]] = set()

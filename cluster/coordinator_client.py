@@ -23,8 +23,10 @@ from octavo.cluster.coordinator_servicer import decode_health
 from octavo.cluster.delivered import Delivered
 from octavo.cluster.forking import TokensSoFar
 from octavo.cluster.metrics.wire_bytes import WireBytes
-from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import (
+    DeadlineExceededError,
     IntegrityError,
     InvalidRequestError,
     OctavoError,
@@ -42,6 +44,8 @@ CONNECT_WAIT_SECONDS = 5.0
 """A request that comes while the stream is down waits so long for it before it is refused."""
 RESUME_WAIT_SECONDS = 60.0
 """Requests that run outlive a lost coordinator for so long; then they end with an error."""
+DEADLINE_GRACE_SECONDS = 0.25
+"""The schedulers end what is late, and can say how far it was; who hears nothing from them ends it this much later."""
 _OWN_FAULT = (grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """The coordinator ended the stream because of this ingress: it was replaced, or does not read. No use in going on."""
 
@@ -74,7 +78,7 @@ class GrpcBackend:
         deadline_seconds: float = wire.RPC_DEADLINE_SECONDS,
         resume_wait_seconds: float = RESUME_WAIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
         self.model = model
         self._find = find
@@ -83,7 +87,7 @@ class GrpcBackend:
         self._ingress_id = uuid.uuid4().hex
         self._resume_wait_seconds = resume_wait_seconds
         self._clock = clock
-        self._metadata = auth.call_metadata(token)
+        self._access = access
         self._wire_bytes = WireBytes()
         self._lost_at = clock()
         self._calls: dict[str, _Call] = {}
@@ -104,9 +108,14 @@ class GrpcBackend:
         request_id = request.request_id
         if request_id in self._calls:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        commands = await self._stream()
-        call = self._calls[request_id] = _Call(Delivered(request, self._clock()))
+        so_far = Delivered(request, self._clock())
+        commands = await self._stream(so_far)
+        call = self._calls[request_id] = _Call(so_far)
         commands.put_nowait(coordinator_pb2.ServeRequest(submit=codec.encode_request(request)))
+        expiry = None
+        if so_far.deadline is not None:
+            seconds = so_far.deadline - self._clock() + DEADLINE_GRACE_SECONDS
+            expiry = asyncio.get_running_loop().call_later(seconds, self._expire, request)
         try:
             while True:
                 item = await call.replies.get()
@@ -116,6 +125,8 @@ class GrpcBackend:
                 if item.request_finished:
                     return
         finally:
+            if expiry is not None:
+                expiry.cancel()
             # Still there: the caller left before the end.
             if self._calls.get(request_id) is call:
                 del self._calls[request_id]
@@ -168,7 +179,7 @@ class GrpcBackend:
                 await self._stub.GetHealth(
                     coordinator_pb2.GetHealthRequest(),
                     timeout=self._deadline_seconds,
-                    metadata=self._metadata,
+                    metadata=self._access.metadata,
                 )
             )
         except grpc.aio.AioRpcError as error:
@@ -176,6 +187,12 @@ class GrpcBackend:
                 status=HealthStatus.DEAD,
                 detail=f"the coordinator does not answer: {error.details() or error.code().name}",
             )
+
+    async def live(self) -> dict[str, Any]:
+        """Raises `UnavailableError` while the coordinator cannot be asked."""
+        response = await self._ask("GetLive", coordinator_pb2.GetLiveRequest())
+        live: dict[str, Any] = json.loads(response.live_json)
+        return live
 
     async def stats(self) -> dict[str, Any]:
         """Raises `UnavailableError` while the coordinator cannot be asked."""
@@ -188,7 +205,7 @@ class GrpcBackend:
             raise UnavailableError("the coordinator cannot be reached")
         try:
             return await getattr(self._stub, method)(
-                request, timeout=self._deadline_seconds, metadata=self._metadata
+                request, timeout=self._deadline_seconds, metadata=self._access.metadata
             )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
@@ -218,9 +235,25 @@ class GrpcBackend:
             self._task = None
         self._fail_all(UnavailableError("this ingress shuts down"))
 
-    async def _stream(self) -> asyncio.Queue[coordinator_pb2.ServeRequest]:
+    def _expire(self, request: Request) -> None:
+        """Its time is up, and the coordinator has not said so: it is away, or waits for a step that takes long."""
+        if self._commands is not None:
+            self._commands.put_nowait(_abort(request.request_id, "its timeout has passed"))
+        self._end(request.request_id, _late(request))
+
+    async def _stream(self, so_far: Delivered | None = None) -> asyncio.Queue[coordinator_pb2.ServeRequest]:
+        """Of the coordinator, once it is there. Raises `UnavailableError` when it does not come, and
+        `DeadlineExceededError` when the request of `so_far` has no time to wait for it."""
         if self._commands is None:
-            await self.wait_connected(CONNECT_WAIT_SECONDS)
+            seconds = CONNECT_WAIT_SECONDS
+            if so_far is not None and so_far.deadline is not None:
+                seconds = min(seconds, max(0.0, so_far.deadline - self._clock()))
+            try:
+                await self.wait_connected(seconds)
+            except UnavailableError:
+                if so_far is not None and seconds < CONNECT_WAIT_SECONDS:
+                    raise _late(so_far.request) from None
+                raise
         assert self._commands is not None, "set before `_up` is"
         return self._commands
 
@@ -261,11 +294,9 @@ class GrpcBackend:
         )
         was_up = False
         reason = "the coordinator ended the stream"
-        async with grpc.aio.insecure_channel(
-            address, options=wire.client_options(self._keepalive_seconds)
-        ) as channel:
+        async with self._access.channel(address, self._keepalive_seconds) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._wire_bytes.channel(channel))
-            call = stub.Serve(_drain(commands), metadata=self._metadata)
+            call = stub.Serve(_drain(commands), metadata=self._access.metadata)
             try:
                 await self._check_hello(address, call)
                 self._resume_all(commands)
@@ -356,6 +387,12 @@ class GrpcBackend:
     def _fail_all(self, error: OctavoError) -> None:
         for request_id in list(self._calls):
             self._end(request_id, error)
+
+
+def _late(request: Request) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"the request did not finish within its timeout of {request.timeout_seconds:.3g} s"
+    )
 
 
 def _stop(request_id: str, branch: int) -> coordinator_pb2.ServeRequest:

@@ -12,14 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.cluster import worker_slot
-from octavo.cluster.advice import Advice
+from octavo.cluster import live, worker_slot
 from octavo.cluster.backend import HealthReport
 from octavo.cluster.cluster_stats import total
+from octavo.cluster.coordinator_config import CoordinatorConfig
 from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.guards import Guards
@@ -27,6 +26,7 @@ from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
 from octavo.cluster.recording import RecordedRouter, RecordedScheduler, Recorder
 from octavo.cluster.timeline import Timelines
+from octavo.cluster.waiting_room import WaitingRoom
 from octavo.cluster.worker_link import WorkerLink, scheduler_config
 from octavo.cluster.worker_slot import WorkerSlot
 from octavo.protos.errors import (
@@ -40,59 +40,17 @@ from octavo.protos.errors import (
 from octavo.protos.types import FinishReason, ModelInfo, Request, Resume, WorkerInfo
 from octavo.scheduler.autoscaling import FleetLoad
 from octavo.scheduler.events import Event
-from octavo.scheduler.router import Router, check_policy
+from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED_REQUESTS_MAX = 8192
-"""All ingresses together. One more is an `OverloadedError`."""
 RETRY_AFTER_SECONDS = 1.0
 LOSSES_MAX = 3
 """Workers that a request may be lost with without making a token in between: then it may be the reason, and ends."""
 SETTLE_SECONDS = 1.0
 """After the first worker has joined: requests that wait go to all that join in this time, not all to the first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
-    """Raises `ConfigError` naming the option."""
-
-    worker_ids: tuple[str, ...]
-    """Workers that should be there; health is degraded while one is not."""
-    scheduler_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SchedulerConfig` that are configured, not discovered."""
-    unfinished_requests_max: int = UNFINISHED_REQUESTS_MAX
-    lease_seconds: float | None = None
-    """How long a worker may be silent; None: by its device."""
-    worker_wait_seconds: float = 120.0
-    """How long accepted requests wait for a worker while there is none: a lost one must load again."""
-    seed: int = 0
-    router_policy: str = "predicted_ttft"
-    """One of `ROUTER_POLICIES`; `docs/routing.md` compares them."""
-
-    recording: str | None = None
-    """Append every call and decision to this file (`recording.py`)."""
-    setup_advice: tuple[Advice, ...] = ()
-    """What was found against the options before the start."""
-    token: str | None = field(default=None, repr=False)
-    """Of this system: workers ask for it, and so does the coordinator of ingresses. None: everybody may call."""
-
-    def __post_init__(self) -> None:
-        if not self.worker_ids or len(set(self.worker_ids)) != len(self.worker_ids):
-            raise ConfigError("worker_ids must be at least one, each once", param="worker_ids")
-        if self.unfinished_requests_max < 1:
-            raise ConfigError(
-                f"unfinished_requests_max must be at least 1, got {self.unfinished_requests_max}",
-                param="unfinished_requests_max",
-            )
-        if not self.worker_wait_seconds > 0:
-            raise ConfigError(
-                f"worker_wait_seconds must be above 0, got {self.worker_wait_seconds}",
-                param="worker_wait_seconds",
-            )
-        check_policy(self.router_policy)
 
 
 class CoordinatorCore:
@@ -130,8 +88,7 @@ class CoordinatorCore:
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
         self._num_moved = 0
-        self._waiting: dict[OpenRequest, asyncio.TimerHandle] = {}
-        """Accepted, and on no worker; bounded as all unfinished requests are. Each with what ends its wait."""
+        self._waiting = WaitingRoom(config.worker_wait_seconds, clock, self._requests.fail)
         self._lost_counts: dict[str, Any] | None = None
         """What the schedulers of lost workers had counted."""
 
@@ -177,7 +134,8 @@ class CoordinatorCore:
             clock=self._clock,
             lease_seconds=self.config.lease_seconds,
             observe=lambda events: self._observe(events, worker_id),
-            token=self.config.token,
+            access=self.config.access,
+            keepalive_seconds=self.config.keepalive_seconds,
         )
         slot.link = link
         slot.detail = "attaching"
@@ -234,20 +192,8 @@ class CoordinatorCore:
                 self._timelines.on_migration(
                     entry.request.request_id, error.message, from_worker=link.worker_id
                 )
-                self._let_wait(entry)
+                self._waiting.enter(entry)
         self._place_waiting()
-
-    def _let_wait(self, entry: OpenRequest) -> None:
-        """Until a worker has taken it, or for so long that it ends with an error."""
-        self._waiting[entry] = asyncio.get_running_loop().call_later(
-            self.config.worker_wait_seconds, self._expire, entry
-        )
-
-    def _expire(self, entry: OpenRequest) -> None:
-        del self._waiting[entry]
-        self._requests.fail(
-            entry, UnavailableError(f"no worker came back within {self.config.worker_wait_seconds:g} s")
-        )
 
     def _settle(self) -> None:
         self._settled = True
@@ -259,8 +205,7 @@ class CoordinatorCore:
         if not schedulers or not (self._settled or len(schedulers) == len(self.expected_workers)):
             return
         now = self._clock()
-        for entry, expiry in self._waiting.items():
-            expiry.cancel()
+        for entry in self._waiting.take_all():
             if self._requests.get(entry.request.request_id) is not entry:
                 continue
             try:
@@ -272,7 +217,6 @@ class CoordinatorCore:
                 continue
             self._on_routed(events, worker_id)
             self._put(entry, worker_id)
-        self._waiting.clear()
 
     def _keep_counts(self, link: WorkerLink) -> None:
         if link.attached_once:
@@ -345,7 +289,7 @@ class CoordinatorCore:
             "its stream or its coordinator was lost",
             age_seconds=resume.metrics.total_seconds if resume.metrics else 0.0,
         )
-        self._let_wait(self._requests.open(request, sink, resume))
+        self._waiting.enter(self._requests.open(request, sink, resume))
         self._place_waiting()
 
     def _check_open(self, request: Request) -> None:
@@ -439,8 +383,7 @@ class CoordinatorCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for expiry in self._waiting.values():
-            expiry.cancel()
+        self._waiting.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -475,6 +418,21 @@ class CoordinatorCore:
             num_unfinished=len(self._requests),
             advice=self._guards.look(self._schedulers(), self._clock()),
         )
+
+    def live(self) -> dict[str, Any]:
+        """See `live.py`."""
+        workers: list[dict[str, Any]] = []
+        for slot in self._slots.values():
+            told = slot.health()
+            if slot.link is not None and slot.serving and len(workers) < live.WORKERS_MAX:
+                told |= live.describe_worker(slot.link.scheduler, slot.link.last_steps)
+            workers.append(told)
+        return {
+            **live.told_of(self.stats()),
+            "advice": [one.as_dict() for one in self.health().advice],
+            "workers": workers,
+            "requests": self._timelines.latest(),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts and gauges of all schedulers together, of each serving worker's, and of requests here."""

@@ -16,8 +16,9 @@ import grpc
 from octavo.cluster.advice import Advice
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.coordinator_core import CoordinatorCore
-from octavo.protos import auth, codec, coordinator_pb2, coordinator_pb2_grpc, wire
+from octavo.protos import codec, coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import OctavoError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import OutputDelta
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return coordinator_pb2.GetTimelineResponse(error=codec.encode_error(error))
         return coordinator_pb2.GetTimelineResponse(timeline_json=json.dumps(timeline))
 
+    async def GetLive(
+        self, request: coordinator_pb2.GetLiveRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetLiveResponse:
+        return coordinator_pb2.GetLiveResponse(live_json=json.dumps(self._core.live()))
+
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatsResponse:
@@ -242,25 +248,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 class CoordinatorServer:
-    """A gRPC server with the coordinator service on `host`, at a free port. Started and stopped on one loop."""
+    """A gRPC server with the coordinator service, at a free port. Started and stopped on one loop."""
 
-    def __init__(
-        self, core: CoordinatorCore, *, host: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS
-    ) -> None:
-        """Calls must carry the token of `core.config`, if it has one."""
+    def __init__(self, core: CoordinatorCore, *, interface: Interface = LOOPBACK) -> None:
+        """Callers must have the access of `core.config`."""
         self._servicer = CoordinatorServicer(core)
-        self._host = host
-        self._server = grpc.aio.server(
-            options=wire.server_options(keepalive_seconds),
-            interceptors=auth.interceptors(core.config.token),
-        )
+        self._access = core.config.access
+        self._interface = interface
+        self._server = self._access.server(core.config.keepalive_seconds)
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(self._servicer, self._server)
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        address = self._access.listen(self._server, self._interface)
         await self._server.start()
-        return f"{self._host}:{port}"
+        return address
 
     def stats(self) -> dict[str, Any]:
         """See `CoordinatorServicer.stats`."""

@@ -44,6 +44,12 @@ class Delivered:
         """Tokens, of all branches together."""
         return sum(map(len, self._outputs))
 
+    @property
+    def deadline(self) -> float | None:
+        """When nobody waits for it any more; None: never. Counted from its first arrival."""
+        timeout = self.request.timeout_seconds
+        return None if timeout is None else self._began + timeout
+
     def has_ended(self, branch: int) -> bool:
         return branch in self._ended
 

@@ -25,30 +25,59 @@ class _Branch:
         self.finished: Finished | None = None
         self.metrics: RequestMetrics | None = None
 
+    @classmethod
+    def of(cls, before: TokensOut | None, event: TokensOut | Finished) -> _Branch:
+        """With `before`, and ready to take `event`."""
+        if before is not None:
+            branch = cls(before.offset)
+            branch.take(before)
+            return branch
+        return cls(event.num_output_tokens if isinstance(event, Finished) else event.offset)
+
+    def take(self, event: TokensOut | Finished) -> None:
+        if isinstance(event, Finished):
+            self.finished = event
+            return
+        self.token_ids += event.token_ids
+        self.metrics = self.metrics or event.metrics
+        # Steps in which no row asked for log-probabilities carry none at all.
+        self.logprobs += event.logprobs or (None,) * len(event.token_ids)
+
 
 def deltas_of(events: Iterable[Event], error: OctavoError | None = None) -> list[OutputDelta]:
     """One delta for each branch that got tokens or ended, in order of first mention.
 
     `error` is why branches that ended with ERROR and no message of their own did.
     """
-    branches: dict[tuple[str, int], _Branch] = {}
+    branches: dict[tuple[str, int], TokensOut | _Branch] = {}
     for event in events:
-        if isinstance(event, TokensOut):
+        if isinstance(event, (TokensOut, Finished)):
             key = (event.request_id, event.branch)
-            branch = branches.get(key)
-            if branch is None:
-                branch = branches[key] = _Branch(event.offset)
-            branch.token_ids += event.token_ids
-            branch.metrics = branch.metrics or event.metrics
-            # Steps in which no row asked for log-probabilities carry none at all.
-            branch.logprobs += event.logprobs or (None,) * len(event.token_ids)
-        elif isinstance(event, Finished):
-            key = (event.request_id, event.branch)
-            branch = branches.get(key)
-            if branch is None:
-                branch = branches[key] = _Branch(event.num_output_tokens)
-            branch.finished = event
-    return [_delta(request_id, branch, found, error) for (request_id, branch), found in branches.items()]
+            found = branches.get(key)
+            if found is None and isinstance(event, TokensOut):
+                # Most branches have one event a step and do not end: that event says it all.
+                branches[key] = event
+                continue
+            if not isinstance(found, _Branch):
+                found = branches[key] = _Branch.of(found, event)
+            found.take(event)
+    return [
+        _running(found) if isinstance(found, TokensOut) else _delta(request_id, branch, found, error)
+        for (request_id, branch), found in branches.items()
+    ]
+
+
+def _running(event: TokensOut) -> OutputDelta:
+    """Of a branch that has nothing to say but these tokens."""
+    logprobs = event.logprobs
+    return OutputDelta(
+        request_id=event.request_id,
+        branch=event.branch,
+        offset=event.offset,
+        token_ids=event.token_ids,
+        logprobs=() if all(entry is None for entry in logprobs) else logprobs,
+        metrics=event.metrics,
+    )
 
 
 def _delta(request_id: str, branch: int, found: _Branch, error: OctavoError | None) -> OutputDelta:

@@ -12,6 +12,7 @@ from typing import Any
 from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.engine_loop import EngineLoop
 from octavo.cluster.forking import TokensSoFar
+from octavo.cluster.live import told_of
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 WORKER_ID = "engine"
@@ -60,6 +61,11 @@ class EngineBackend:
         error = self._loop.error
         status = HealthStatus.READY if error is None else HealthStatus.DEAD
         return HealthReport(status=status, detail="" if error is None else error.message)
+
+    async def live(self) -> dict[str, Any]:
+        live, stats, health = self._loop.live(), await self.stats(), await self.health()
+        worker = {"worker_id": WORKER_ID, "status": health.status.value, **live["worker"]}
+        return {**told_of(stats), "workers": [worker], "requests": live["requests"]}
 
     async def stats(self) -> dict[str, Any]:
         counts = self._loop.snapshot()

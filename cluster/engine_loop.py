@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import parent_of
+from octavo.cluster.live import LastSteps, describe_worker
 from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.timeline import Timelines
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
@@ -50,6 +51,7 @@ class EngineLoop:
         self._executor = executor
         self._clock = clock
         self._timelines = Timelines(clock)
+        self._last_steps = LastSteps()
         self._meter = WorkerMeter(scheduler.config.max_num_seqs)
         self._lock = threading.Lock()
         """Held around every touch of the scheduler, never around a step."""
@@ -99,6 +101,12 @@ class EngineLoop:
         """See `Timelines.describe`."""
         with self._lock:
             return self._timelines.describe(request_id)
+
+    def live(self) -> dict[str, Any]:
+        """A worker as `live.describe_worker` has it, and the latest requests."""
+        with self._lock:
+            worker = describe_worker(self._scheduler, self._last_steps)
+            return {"worker": worker, "requests": self._timelines.latest()}
 
     @property
     def error(self) -> OctavoError | None:
@@ -165,9 +173,9 @@ class EngineLoop:
             began = self._clock()
             plan = self._scheduler.plan(began)
             if plan is not None:
-                self._meter.on_plan(
-                    plan, budget_tokens=self._scheduler.budget_tokens, seconds=self._clock() - began
-                )
+                budget = self._scheduler.budget_tokens
+                self._meter.on_plan(plan, budget_tokens=budget, seconds=self._clock() - began)
+                self._last_steps.on_plan(plan, budget_tokens=budget)
             outbox, self._outbox = self._outbox, deque()
         self._deliver(outbox)
         if plan is None:
@@ -178,6 +186,7 @@ class EngineLoop:
             now = self._clock()
             events = self._scheduler.commit(result, now)
             self._meter.on_result(result, now, seconds=self._clock() - now)
+            self._last_steps.on_result(result)
             deltas = self._told(events)
         self._deliver(deltas)
         return True

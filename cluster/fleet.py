@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, worker_actor_name
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import ConfigError, OctavoError, StartupError
 from octavo.protos.types import WorkerInfo
 from octavo.worker.actor import BuildExecutor, WorkerActor, build_executor
@@ -45,10 +46,10 @@ class Fleet:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
-        """`token`: what the coordinator's calls to the workers must carry."""
-        self._token = token
+        """`access`: what the coordinator must show to the workers."""
+        self._access = access
         self._loopback = loopback
         self._build = build
         self._actors: dict[str, Any] = {}
@@ -75,7 +76,7 @@ class Fleet:
                 (COORDINATOR_NAME, NAMESPACE),
                 loopback=self._loopback,
                 build=self._build,
-                token=self._token,
+                access=self._access,
             )
 
     def remove(self, worker_ids: Collection[str]) -> None:

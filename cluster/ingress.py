@@ -20,6 +20,7 @@ from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.auth import OPEN, Access
 from octavo.worker.loader import read_model_info, resolve_model
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class IngressConfig:
     """As the workers were told; None: the model's."""
     num_replicas: int = 1
     http: HttpConfig = field(default_factory=HttpConfig)
-    token: str | None = field(default=None, repr=False)
-    """Of the system, for calls to the coordinator."""
+    access: Access = OPEN
+    """For calls to the coordinator."""
 
 
 def build_app(config: IngressConfig) -> FastAPI:
@@ -60,7 +61,7 @@ def build_app(config: IngressConfig) -> FastAPI:
     if config.max_model_len is not None:
         model = replace(model, max_model_len=min(model.max_model_len, config.max_model_len))
     tokenizer = Tokenizer(source.tokenizer_dir)
-    backend = GrpcBackend(model, find_coordinator, token=config.token)
+    backend = GrpcBackend(model, find_coordinator, access=config.access)
     app = create_app(backend, tokenizer, config.http)
 
     async def families() -> list[Family]:

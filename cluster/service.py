@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from octavo.cluster.ray_access import require_token
 from octavo.cluster.service_config import ServiceConfig, split_address
-from octavo.protos.auth import new_token
+from octavo.protos.auth import Access, new_token
 from octavo.protos.errors import ConfigError, StartupError
 from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.loader import read_model_info, resolve_model
@@ -83,7 +84,7 @@ class Service:
         self._bystanders: set[int] = set()
         self._last_alive = 0.0
         self._advised: set[str] = set()
-        self._token = new_token()
+        self._access = Access(new_token(), config.tls_files)
 
     @property
     def url(self) -> str:
@@ -146,8 +147,14 @@ class Service:
             "logging_level": logging.ERROR,
         }
         _check_ray_address(self.config.ray_address)
+        if self.config.ray_address is None:
+            require_token()
         where = self.config.ray_address or "a local cluster"
-        local = {"address": "local", "include_dashboard": False, "_system_config": RAY_SETTINGS}
+        local = {
+            "address": "local",
+            "include_dashboard": False,
+            "_system_config": RAY_SETTINGS,
+        }
         options = {"address": self.config.ray_address} if self.config.ray_address else local
         with _own_signals(), _quiet():
             for attempt in range(1, RAY_STARTS_MAX + 1):
@@ -166,7 +173,7 @@ class Service:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
-        from octavo.cluster.coordinator_core import CoordinatorConfig
+        from octavo.cluster.coordinator_config import CoordinatorConfig
         from octavo.cluster.fleet import Fleet, check_resources, obtainable_resources
         from octavo.cluster.scaling import Scaler
         from octavo.worker.actor import build_executor
@@ -185,7 +192,7 @@ class Service:
             router_policy=self.config.router_policy,
             setup_advice=self.config.setup_advice(),
             recording=self.config.recording,
-            token=self._token,
+            access=self._access,
         )
         try:
             self._coordinator = (
@@ -205,7 +212,7 @@ class Service:
         except ValueError as error:
             raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
         self._fleet = Fleet(
-            configs, loopback=loopback, build=self._build or build_executor, token=self._token
+            configs, loopback=loopback, build=self._build or build_executor, access=self._access
         )
         cores = int(offered.get("CPU", 1))
         self._scaler = Scaler(
@@ -231,7 +238,7 @@ class Service:
             max_model_len=self.config.max_model_len,
             num_replicas=self.config.num_ingresses,
             http=self.config.http_config(),
-            token=self._token,
+            access=self._access,
         )
         try:
             serve.start(

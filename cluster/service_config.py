@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
+from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
@@ -42,6 +43,7 @@ _OPTION_OF = {
     "down_after": "scale_down_after",
 }
 """A part's name of an option -> ours, where they differ."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HTTP_LIMITS = (
     "body_bytes_max",
     "file_bytes_max",
@@ -54,9 +56,9 @@ _HTTP_LIMITS = (
 """Limits of `HttpConfig` that are options."""
 
 
-def _option(default: Any, group: str, text: str, **names: str) -> Any:
-    """A field. `names`: `flag` and `env` where they do not follow from its name."""
-    return Field(default, description=text, json_schema_extra={"group": group, **names})
+def _option(default: Any, group: str, text: str, *, secret: bool = False, **names: str) -> Any:
+    """A field. `secret`: never printed. `names`: `flag` and `env` where they do not follow from its own."""
+    return Field(default, description=text, repr=not secret, json_schema_extra={"group": group, **names})
 
 
 def _either(*choices: str) -> str:
@@ -123,6 +125,7 @@ class ServiceConfig(BaseModel):
         (),
         "HTTP",
         "Ask clients for one of these keys. None: open to all who reach the port.",
+        secret=True,
         flag="--api-key",
         env="OCTAVO_API_KEY",
     )
@@ -204,7 +207,22 @@ class ServiceConfig(BaseModel):
     router_policy: str = _option(
         "predicted_ttft", "Scheduling", f"Which worker gets a request: {_either(*ROUTER_POLICIES)}."
     )
+    max_waiting: int = _option(
+        _SCHEDULER.max_waiting, "Scheduling", "Requests that may queue at each worker; one more gets 429."
+    )
+    max_waiting_tokens: int = _option(
+        _SCHEDULER.max_waiting_tokens, "Scheduling", "Prompt tokens that may queue at each worker."
+    )
+    priority_aging_seconds: float = _option(
+        _SCHEDULER.priority_aging_seconds, "Scheduling", "Waiting so long is worth one step of priority."
+    )
     seed: int = _option(0, "Scheduling", "Of the router's ties.")
+    ui: bool | None = _option(
+        None,
+        "Observing",
+        "Serve a page at `/ui` that shows what the system is doing now, read-only. Unset: only where `host` is "
+        "loopback.",
+    )
     recording: str | None = _option(
         None,
         "Observing",
@@ -212,6 +230,15 @@ class ServiceConfig(BaseModel):
         "`octavo replay` makes every decision again.",
         flag="--record",
     )
+
+    tls_cert: str | None = _option(
+        None,
+        "Security",
+        "With the next two: a PEM file, at this path on every node, of the certificate that workers, coordinator and "
+        "ingresses show each other (docs/security.md). Unset: their calls carry a token, in the clear.",
+    )
+    tls_key: str | None = _option(None, "Security", "Its private key.")
+    tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
 
     def __init__(self, **options: Any) -> None:
         # A file's lists are the tuples of a frozen model.
@@ -249,6 +276,11 @@ class ServiceConfig(BaseModel):
             self._check_autoscaling()
         except ConfigError as error:
             raise _renamed(error) from None
+        _ = self.tls_files
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
     def worker_configs(self, *, cores: int, device: str, count: int | None = None) -> list[WorkerConfig]:
         """One for each worker, on `device`, when the cluster has so many `cores`. `count`: in place of `num_workers`;
@@ -284,6 +316,9 @@ class ServiceConfig(BaseModel):
             "prefix_cache": self.prefix_cache,
             "host_tier": self.host_tier,
             "itl_target": self.itl_target,
+            "max_waiting": self.max_waiting,
+            "max_waiting_tokens": self.max_waiting_tokens,
+            "priority_aging_seconds": self.priority_aging_seconds,
         }
 
     def autoscaling(self) -> AutoscalingConfig | None:
@@ -325,6 +360,7 @@ class ServiceConfig(BaseModel):
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            live_page=self.host in LOOPBACK if self.ui is None else self.ui,
             **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )
 
@@ -370,7 +406,9 @@ def _explained(error: ValidationError) -> ConfigError:
         return ConfigError(
             f"there is no option {name!r}{did_you_mean(name, ServiceConfig.model_fields)}", param=name
         )
-    return ConfigError(f"{name} must be {noun_of(kind)}, got {first['input']!r:.100}", param=name)
+    shown = ServiceConfig.model_fields[name].repr
+    value = f"{first['input']!r:.100}" if shown else "something else"
+    return ConfigError(f"{name} must be {noun_of(kind)}, got {value}", param=name)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:

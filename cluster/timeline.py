@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from octavo.protos.errors import NotFoundError
@@ -37,6 +38,8 @@ TIMELINE_BYTES = 800
 ENTRY_BYTES = 320
 """What a timeline and an entry weigh, a little more than measured."""
 SCORE_BYTES = 160
+LATEST_MAX = 24
+"""Running ones, and as many that ended, in `latest`."""
 
 
 class Phase(enum.StrEnum):
@@ -234,6 +237,15 @@ class Timelines:
             )
         return self._object(request_id, timeline)
 
+    def latest(self) -> list[dict[str, Any]]:
+        """Those that compute or are parked, those that queue, and those that ended last; of each the newest first,
+        `LATEST_MAX` unfinished ones and as many ended, without their events."""
+        newest_first = list(self._running.items())[::-1]
+        unfinished = sorted(newest_first, key=lambda item: item[1].phase is Phase.QUEUED)
+        running = unfinished[:LATEST_MAX]
+        ended = [(name, one) for name, (one, _) in islice(reversed(self._ended.items()), LATEST_MAX)]
+        return [self._object(name, one, with_events=False) for name, one in (*running, *ended)]
+
     def _end(self, request_id: str, timeline: _Timeline, outcome: str, now: float) -> None:
         timeline.enter(timeline.phase, now)
         timeline.outcome = outcome
@@ -248,14 +260,14 @@ class Timelines:
         _, num_bytes = self._ended.pop(request_id, (None, 0))
         self._ended_bytes -= num_bytes
 
-    def _object(self, request_id: str, timeline: _Timeline) -> dict[str, Any]:
+    def _object(self, request_id: str, timeline: _Timeline, *, with_events: bool = True) -> dict[str, Any]:
         seconds = dict(timeline.seconds)
         if timeline.outcome is None:
             seconds[timeline.phase] += max(0.0, self._clock() - timeline.since)
         parked = sum(isinstance(entry, Preempted) for entry in timeline.entries)
         moved = sum(isinstance(entry, Migrated) for entry in timeline.entries)
         admitted = next((entry for entry in timeline.entries if isinstance(entry, Admitted)), None)
-        return {
+        told = {
             "id": request_id,
             "object": "request.timeline",
             "created": timeline.arrived_at + self._wall_offset,
@@ -271,9 +283,11 @@ class Timelines:
             "cached_tokens": admitted.cached_tokens if admitted else None,
             "preemptions": parked,
             "migrations": moved,
-            "events": [_entry(entry, timeline.arrived_at) for entry in timeline.entries],
-            "events_omitted": timeline.num_omitted,
         }
+        if with_events:
+            told["events"] = [_entry(entry, timeline.arrived_at) for entry in timeline.entries]
+            told["events_omitted"] = timeline.num_omitted
+        return told
 
 
 def _entry(event: Event, arrived_at: float) -> dict[str, Any]:

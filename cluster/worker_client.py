@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import grpc
 
 from octavo.cluster.metrics.wire_bytes import WireBytes
-from octavo.protos import auth, codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
@@ -65,7 +66,7 @@ class WorkerClient:
         lease_seconds: float | None,
         keepalive_seconds: float,
         clock: Callable[[], float],
-        token: str | None,
+        access: Access,
     ) -> None:
         self.address = address
         self.epoch = epoch
@@ -89,9 +90,9 @@ class WorkerClient:
         self._outgoing: asyncio.Queue[worker_pb2.StepRequest] = asyncio.Queue()
         self._results: deque[StepResult] = deque()
         self._tasks: list[asyncio.Task[None]] = []
-        self._channel = grpc.aio.insecure_channel(address, options=wire.client_options(keepalive_seconds))
+        self._channel = access.channel(address, keepalive_seconds)
         self._call = worker_pb2_grpc.WorkerServiceStub(self.wire_bytes.channel(self._channel)).Step(
-            self._commands(), metadata=auth.call_metadata(token)
+            self._commands(), metadata=access.metadata
         )
 
     @classmethod
@@ -105,12 +106,12 @@ class WorkerClient:
         deadline_seconds: float = wire.CONNECT_DEADLINE_SECONDS,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> WorkerClient:
         """Attach to the worker at "host:port" for `epoch`. `lease_seconds` None: by its device.
 
         Raises `PlanRejectedError` when it has seen this epoch or a later one, or asks for another token, and
-        `WorkerLostError` when it cannot be reached in time.
+        `WorkerLostError` when it cannot be reached in time, or shows no certificate where one is asked for.
         """
         client = cls(
             address,
@@ -119,7 +120,7 @@ class WorkerClient:
             lease_seconds=lease_seconds,
             keepalive_seconds=keepalive_seconds,
             clock=clock,
-            token=token,
+            access=access,
         )
         try:
             async with asyncio.timeout(deadline_seconds):

@@ -15,9 +15,11 @@ from typing import Any
 
 from octavo.cluster.deltas import deltas_of
 from octavo.cluster.forking import TokensSoFar, parent_of
+from octavo.cluster.live import LastSteps
 from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
 from octavo.protos.types import OutputDelta, StepPlan, WorkerInfo
 from octavo.scheduler.config import SchedulerConfig
@@ -71,18 +73,21 @@ class WorkerLink:
         clock: Callable[[], float],
         lease_seconds: float | None = None,
         observe: Callable[[list[Event]], None] = lambda events: None,
-        token: str | None = None,
+        access: Access = OPEN,
+        keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
     ) -> None:
         self.worker_id = worker_id
         self.address = address
         self.epoch = epoch
         self.num_steps = 0
+        self.last_steps = LastSteps()
         self._make_scheduler = make_scheduler
         self._deliver = deliver
         self._observe = observe
         self._clock = clock
         self._lease_seconds = lease_seconds
-        self._token = token
+        self._access = access
+        self._keepalive_seconds = keepalive_seconds
         self._wake = asyncio.Event()
         self._scheduler: Scheduler | None = None
         self._meter: WorkerMeter | None = None
@@ -169,7 +174,8 @@ class WorkerLink:
                 on_event=self._wake.set,
                 lease_seconds=self._lease_seconds,
                 clock=self._clock,
-                token=self._token,
+                access=self._access,
+                keepalive_seconds=self._keepalive_seconds,
             )
             scheduler = self._make_scheduler(self._client.info, self.epoch)
             num_cached = scheduler.adopt(self._client.cached_prefixes)
@@ -207,6 +213,7 @@ class WorkerLink:
                     now = self._clock()
                     events += scheduler.commit(result, now)
                     meter.on_result(result, now, seconds=self._clock() - now)
+                    self.last_steps.on_result(result)
                     self._sent.popleft()
                     self.num_steps += 1
                 if client.error is not None:
@@ -234,6 +241,7 @@ class WorkerLink:
                 return
             now = self._clock()
             meter.on_plan(plan, budget_tokens=scheduler.budget_tokens, seconds=now - began)
+            self.last_steps.on_plan(plan, budget_tokens=scheduler.budget_tokens)
             self._sent.append((now, self._overdue_seconds(plan, scheduler)))
             client.send(plan)
 
@@ -248,9 +256,12 @@ class WorkerLink:
         return max(OVERDUE_SECONDS_MIN, OVERDUE_FACTOR * predicted)
 
     async def _check_overdue(self, client: WorkerClient) -> None:
-        """The heartbeat says that the process lives; this, that its device moves."""
+        """The heartbeat says that the process lives; this, that its device moves. Wakes the loop for deadlines too."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
+            if self.scheduler.next_deadline <= self._clock():
+                # The running step may take long, and nothing else wakes the loop.
+                self._wake.set()
             # The heartbeat's own count of seconds: a plan that waits behind another is not late.
             if self._sent and client.progress.running_seconds > self._sent[0][1]:
                 step = client.progress.running_step_id

@@ -1,8 +1,11 @@
-"""Who may speak to the gRPC ports of a system: whoever knows its token.
+"""Who may speak to the gRPC ports of a system: whoever knows its token and, where certificates are used, holds one.
 
-Owns how the token travels and how it is checked. Each system draws its own at start and hands it to its processes with
-their configuration, which goes through Ray; no one else on the machine or the network can plan for a worker, read what
-it answers or submit requests past the front door. Health checks need none.
+Owns how the token travels, how it is checked, and how channels and ports are secured. Each system draws its own token
+at start and hands it to its processes with their configuration, through Ray; no one else on the machine or the
+network can plan for a worker, read what it answers or submit requests past the front door. Health checks need none.
+
+With `TlsFiles` every connection is encrypted and both ends show a certificate of the system's own authority (mTLS).
+Keys stay in files: what travels through Ray is where each node has them.
 """
 
 from __future__ import annotations
@@ -10,13 +13,22 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from octavo.protos import wire
+from octavo.protos.errors import ConfigError, StartupError
+from octavo.protos.interface import Interface
+
 METADATA_KEY = "authorization"
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Prefix of what may be called without a token: it tells nothing but that the port serves."""
+TLS_NAME = "octavo"
+"""DNS name that every certificate carries: who has one of the system's authority is a part of it, at whatever address.
+Addresses of nodes come and go, and a certificate need not be made anew with them."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -25,9 +37,95 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def call_metadata(token: str | None) -> Metadata:
-    """What a call carries; nothing without a token."""
-    return () if token is None else ((METADATA_KEY, f"Bearer {token}"),)
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files, at the same paths on every node: its own certificate and key, and the authority that signed all of
+    them. Read at every use, so that a connection made later uses what was renewed."""
+
+    cert: str
+    key: str
+    authority: str
+
+    @classmethod
+    def of(cls, cert: str | None, key: str | None, authority: str | None) -> TlsFiles | None:
+        """None without any. Raises `ConfigError` when one is missing, or not a file that can be read here."""
+        given = {"tls_cert": cert, "tls_key": key, "tls_ca": authority}
+        missing = [name for name, path in given.items() if not path]
+        if len(missing) == len(given):
+            return None
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} must be given too: all three or none", param=missing[0])
+        files = cls(str(cert), str(key), str(authority))
+        for name, path in given.items():
+            try:
+                Path(str(path)).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{name} {path} cannot be read: {error.strerror}", param=name) from None
+        return files
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        cert, key, authority = (Path(path).read_bytes() for path in (self.cert, self.key, self.authority))
+        return cert, key, authority
+
+    def client(self) -> grpc.ChannelCredentials:
+        """Raises `OSError` for files that are gone."""
+        cert, key, authority = self._read()
+        return grpc.ssl_channel_credentials(authority, key, cert)
+
+    def server(self) -> grpc.ServerCredentials:
+        """Asks every client for a certificate. Raises `OSError` for files that are gone."""
+        cert, key, authority = self._read()
+        return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How the processes of one system call each other. None of either: everybody may call, in the clear."""
+
+    token: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+
+    def channel(self, address: str, keepalive_seconds: float = wire.KEEPALIVE_SECONDS) -> grpc.aio.Channel:
+        """To a port of the system. Raises `StartupError` for certificate files that cannot be read."""
+        options: list[tuple[str, Any]] = [*wire.client_options(keepalive_seconds)]
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        options.append(("grpc.ssl_target_name_override", TLS_NAME))
+        return grpc.aio.secure_channel(address, _credentials(self.tls.client), options=options)
+
+    def server(self, keepalive_seconds: float = wire.KEEPALIVE_SECONDS) -> grpc.aio.Server:
+        """One that takes only calls with the token; None takes all."""
+        checks = [] if self.token is None else [_TokenCheck(self.token)]
+        return grpc.aio.server(options=wire.server_options(keepalive_seconds), interceptors=checks)
+
+    def listen(self, server: grpc.aio.Server, interface: Interface) -> str:
+        """Open a free port; returns its address for others. Raises `StartupError` when that cannot be."""
+        try:
+            if self.tls is None:
+                port = server.add_insecure_port(interface.any_port)
+            else:
+                port = server.add_secure_port(interface.any_port, _credentials(self.tls.server))
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen at {interface.bind}: {error}") from error
+        return interface.address(port)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What a call carries; nothing without a token."""
+        return () if self.token is None else ((METADATA_KEY, f"Bearer {self.token}"),)
+
+
+OPEN = Access()
+"""For tests, and for machines where nobody else can reach the ports."""
+
+
+def _credentials(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except OSError as error:
+        raise StartupError(
+            f"the certificate file {error.filename} cannot be read: {error.strerror}"
+        ) from None
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc] # grpc ships no types
@@ -56,8 +154,3 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc] # grpc ship
         """Compares in constant time, so that the answer's delay tells nothing."""
         given = [value for key, value in details.invocation_metadata if key == METADATA_KEY]
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
-
-
-def interceptors(token: str | None) -> list[grpc.aio.ServerInterceptor]:
-    """Of a server that takes only calls with `token`; None takes all."""
-    return [] if token is None else [_TokenCheck(token)]

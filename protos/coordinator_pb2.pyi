@@ -185,6 +185,16 @@ class GetTimelineResponse(_message.Message):
     error: _common_pb2.ErrorDetail
     def __init__(self, timeline_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
+class GetLiveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLiveResponse(_message.Message):
+    __slots__ = ("live_json",)
+    LIVE_JSON_FIELD_NUMBER: _ClassVar[int]
+    live_json: str
+    def __init__(self, live_json: _Optional[str] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

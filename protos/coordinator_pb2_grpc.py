@@ -50,6 +50,11 @@ class CoordinatorServiceStub:
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
+        self.GetLive = channel.unary_unary(
+                '/octavo.coordinator.v1.CoordinatorService/GetLive',
+                request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.SerializeToString,
+                response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/octavo.coordinator.v1.CoordinatorService/GetStats',
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetStatsRequest.SerializeToString,
@@ -89,6 +94,13 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLive(self, request, context):
+        """What the system is doing now, for people who look.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counts and gauges of the whole system.
         """
@@ -120,6 +132,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.FromString,
                     response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'GetLive': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLive,
+                    request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.FromString,
+                    response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -214,6 +231,33 @@ class CoordinatorService:
             '/octavo.coordinator.v1.CoordinatorService/GetTimeline',
             octavo_dot_protos_dot_coordinator__pb2.GetTimelineRequest.SerializeToString,
             octavo_dot_protos_dot_coordinator__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.coordinator.v1.CoordinatorService/GetLive',
+            octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.SerializeToString,
+            octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@
     ├── OverloadedError            429  RESOURCE_EXHAUSTED   full for now; `retry_after_seconds`
     ├── UnavailableError           503  UNAVAILABLE          loading, draining, or a part is lost
     │   └── WorkerLostError        503  UNAVAILABLE
+    ├── DeadlineExceededError      504  DEADLINE_EXCEEDED    the call's own timeout has passed
     ├── RequestFailedError         500  INTERNAL             this one request failed, nobody else
     ├── PlanRejectedError          500  FAILED_PRECONDITION  a worker refused a plan (stale epoch, bad block)
     ├── IntegrityError             500  INTERNAL             a broken invariant of ours (rule R2)

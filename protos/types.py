@@ -133,7 +133,8 @@ class SamplingParams:
         put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         put(
             "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True),
+            # A tiny one would turn the logits that are divided by it into infinities.
+            _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0),
         )
         put("logit_bias", self._checked_bias(self.logit_bias))
         if self.seed is not None:

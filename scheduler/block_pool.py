@@ -6,6 +6,7 @@ and is told when one is taken away (`on_evict`).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -80,6 +81,17 @@ class FreeBlockQueue:
         self._size += 1
 
 
+class BlockState(enum.IntEnum):
+    """For people who look."""
+
+    FREE = 0
+    CACHED = 1
+    """Free, and its content can be found again."""
+    PRIVATE = 2
+    SHARED = 3
+    """Of several tables."""
+
+
 class BlockPool:
     """Reference counts over `num_blocks` blocks. A block is in the free queue or referenced, never both.
 
@@ -93,6 +105,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_cached_free = 0
         """Free blocks whose content can be found again."""
+        self.num_exclusive = 0
+        """Blocks with one reference."""
         self._ref_counts = [0] * num_blocks
         self._free = FreeBlockQueue(num_blocks)
         self._is_cached = is_cached
@@ -113,6 +127,17 @@ class BlockPool:
     def ref_counts(self, blocks: list[int]) -> list[int]:
         return list(map(self._ref_counts.__getitem__, blocks))
 
+    def states(self) -> bytes:
+        """uint8 [num_blocks]: what each block is, a `BlockState`."""
+        counts = np.asarray(self._ref_counts)
+        found = np.where(
+            counts > 1, BlockState.SHARED, np.where(counts > 0, BlockState.PRIVATE, BlockState.FREE)
+        )
+        for block in self._free:
+            if self._is_cached(block):
+                found[block] = BlockState.CACHED
+        return found.astype(np.uint8).tobytes()
+
     def allocate(self) -> int:
         """A block with one reference. The caller has checked `num_free`."""
         return self.allocate_many(1)[0]
@@ -126,14 +151,19 @@ class BlockPool:
             self._on_evict(cached)
         for block in blocks:
             self._ref_counts[block] = 1
+        self.num_exclusive += len(blocks)
         return blocks
 
     def acquire(self, block: int) -> None:
         """One more reference; revives a cached free block."""
-        if self._ref_counts[block] == 0:
+        count = self._ref_counts[block]
+        if count == 0:
             self._free.remove(block)
             self.num_cached_free -= self._is_cached(block)
-        self._ref_counts[block] += 1
+            self.num_exclusive += 1
+        elif count == 1:
+            self.num_exclusive -= 1
+        self._ref_counts[block] = count + 1
 
     def uncache(self, block: int) -> None:
         """The content is of no use any more; call before `is_cached` says so."""
@@ -153,7 +183,10 @@ class BlockPool:
             count = self._ref_counts[block]
             assert count > 0, f"block {block} released more often than acquired"
             self._ref_counts[block] = count - 1
-            if count == 1:
+            if count == 2:
+                self.num_exclusive += 1
+            elif count == 1:
+                self.num_exclusive -= 1
                 freed += 1
                 if self._is_cached(block):
                     self.num_cached_free += 1
@@ -171,6 +204,8 @@ class BlockPool:
             raise IntegrityError(
                 f"blocks {bad} have counts {have[bad].tolist()} but {want[bad].tolist()} holders"
             )
+        if self.num_exclusive != int((have == 1).sum()):
+            raise IntegrityError("the count of exclusive blocks is wrong")
         free = list(self._free)
         if len(free) != len(self._free) or len(set(free)) != len(free):
             raise IntegrityError("the free queue is not a list of distinct blocks")

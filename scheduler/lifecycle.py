@@ -8,6 +8,7 @@ Owns the queues, the rows and what a transition does to blocks. When a transitio
 
 from __future__ import annotations
 
+import math
 from array import array
 from heapq import heappop, heappush
 
@@ -154,6 +155,11 @@ class Lifecycle:
         chunk = config.max_num_batched_tokens
         seconds = self._step_time.prefill_seconds(tokens, chunk_tokens=chunk) / RETRY_FRACTION
         raise OverloadedError(what, retry_after_seconds=min(RETRY_SECONDS_MAX, max(1.0, seconds)))
+
+    @property
+    def next_deadline(self) -> float:
+        """Not after the first deadline of those that run; infinite without any."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def expired(self, now: float) -> list[SequenceGroup]:
         """Unfinished requests that nobody waits for any more; each is told once."""

@@ -25,20 +25,24 @@ class Load(enum.IntEnum):
     WAITING_BRANCHES = 2
     RUNNING_BRANCHES = 3
     USED_BLOCKS = 4
-    IN_FLIGHT_TOKENS = 5
+    EXCLUSIVE_BLOCKS = 5
+    """Of these, held by one branch: what its end leaves free."""
+    IN_FLIGHT_TOKENS = 6
     """Of plans under way; a request arriving now comes behind them."""
-    IN_FLIGHT_STEPS = 6
-    MEAN_OUTPUT_TOKENS = 7
+    IN_FLIGHT_STEPS = 7
+    CONTEXT_TOKENS = 8
+    """That a step reads, each branch its own: more than the blocks in use hold where prefixes are shared."""
+    MEAN_OUTPUT_TOKENS = 9
     """Of branches that ended lately: how soon those who run make room."""
-    FIXED_SECONDS = 8
+    FIXED_SECONDS = 10
     """This and the next three: the coefficients of the StepTimeModel."""
-    TOKEN_SECONDS = 9
-    ROW_SECONDS = 10
-    CONTEXT_SECONDS = 11
-    NUM_BLOCKS = 12
+    TOKEN_SECONDS = 11
+    ROW_SECONDS = 12
+    CONTEXT_SECONDS = 13
+    NUM_BLOCKS = 14
     """From here on: what never changes."""
-    BLOCK_SIZE = 13
-    BUDGET_TOKENS = 14
-    MAX_BRANCHES = 15
-    HOST_BLOCK_SECONDS = 16
+    BLOCK_SIZE = 15
+    BUDGET_TOKENS = 16
+    MAX_BRANCHES = 17
+    HOST_BLOCK_SECONDS = 18
     """To load one block from the host tier; 0 without one."""

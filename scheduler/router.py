@@ -24,7 +24,7 @@ from octavo.scheduler.load import Load, Loads
 from octavo.scheduler.prefix_index import INDEX_BYTES_MAX, PrefixIndex, hear_no_more
 from octavo.scheduler.promised import PromisedPrefixes
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.start_time import Floats, StartTimes, predict
+from octavo.scheduler.start_time import Floats, StartTimes, may_lack_room, predict
 
 ROUTER_POLICIES = ("predicted_ttft", "prefix", "least_loaded", "round_robin")
 """`prefix` goes where most of the prompt is cached; the last two look at no prefix. They are there to be compared."""
@@ -152,7 +152,13 @@ class Router:
         if workers != self._fleet:
             self.adopt(workers)
         known = self._known_blocks(request)
-        times = predict(self._loads, request.num_prompt_tokens, known.expected, known.on_host)
+        times = predict(
+            self._loads,
+            request.num_prompt_tokens,
+            known.expected,
+            known.on_host,
+            self._shared(request, known),
+        )
         self._count += 1
         refusal: RequestTooLargeError | OverloadedError | None = None
         tried: list[int] = []
@@ -187,7 +193,7 @@ class Router:
         if workers != self._fleet:
             self.adopt(workers)
         nothing = np.zeros(len(self._ids))
-        wait = predict(self._loads, 1, nothing, nothing).ttft
+        wait = predict(self._loads, 1, nothing, nothing, nothing).ttft
         best = int(wait.argmin())
         totals = self._loads.sum(axis=0)
         full = max(
@@ -259,6 +265,17 @@ class Router:
                 if scheduler.runs(request.fork_of):
                     held[position] = scheduler.cached_tokens_of(request) // scheduler.config.block_size
         return _KnownBlocks(held, on_host, np.maximum(held, promised))
+
+    def _shared(self, request: Request, known: _KnownBlocks) -> Floats:
+        """Blocks of its prefix that others hold, so that they take no room; looked up where room is short."""
+        shared = np.zeros(len(self._ids))
+        short = may_lack_room(self._loads, request.num_prompt_tokens) & (known.held > 0)
+        for position in np.flatnonzero(short).tolist():
+            scheduler = self._fleet[self._ids[position]]
+            shared[position] = scheduler.num_blocks_shared(request, int(known.held[position]))
+        # What is promised is held by whoever computes it.
+        shared += known.expected - known.held
+        return shared
 
     # --- score and pick ------------------------------------------------------------------------------------
 

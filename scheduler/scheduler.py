@@ -125,12 +125,17 @@ class Scheduler:
         events: list[Event] = []
         for group in self._life.expired(now):
             message = (
-                f"the request did not finish within its timeout of {group.request.timeout_seconds:g} s "
+                f"the request did not finish within its timeout of {group.request.timeout_seconds:.3g} s "
                 f"(state {group.state.value}, {sum(seq.num_output_tokens for seq in group.live)} tokens made)"
             )
             name = DeadlineExceededError.__name__
             events += self._end(list(group.live), FinishReason.ERROR, now, message, name)
         return events
+
+    @property
+    def next_deadline(self) -> float:
+        """When `expire` may find something again; infinite where nothing has a timeout."""
+        return self._life.next_deadline
 
     def _end(
         self,
@@ -285,6 +290,13 @@ class Scheduler:
         tokens = request.prompt_token_ids.tobytes()
         return max(self.kv.find_in(one, one.num_computed_tokens, tokens).num_tokens for one in sources)
 
+    def num_blocks_shared(self, request: Request, num_blocks: int) -> int:
+        """Of the first `num_blocks` of its prompt, those that somebody holds now: starting it on them takes no
+        room. Others, cached, are free, and are free no more once it runs."""
+        root_key = (request.cache_salt, request.adapter)
+        blocks = self.kv.match(root_key, request.prompt_token_ids.tobytes(), num_blocks)
+        return len(blocks) - self.kv.pool.ref_counts(blocks).count(0)
+
     def predicted_tokens(self, request_id: str) -> int:
         """Prompt tokens that a waiting request would find in the prefix tree now: what it was told when it was queued,
         kept up to date."""
@@ -343,8 +355,10 @@ class Scheduler:
             life.waiting.num_branches + life.swapped.num_branches,
             life.num_rows,
             self.kv.pool.num_used,
+            self.kv.pool.num_exclusive,
             sum([record.num_tokens for record in self._in_flight]),
             len(self._in_flight),
+            self._in_flight[-1].context_tokens if self._in_flight else 0,
             life.mean_output_tokens,
             *self.step_time.coefficients,
         )
@@ -360,6 +374,10 @@ class Scheduler:
                 seq for group in self._life.running for seq in group.live
             ),
         )
+
+    def block_states(self) -> tuple[bytes, bytes]:
+        """`BlockState` of every block, uint8: on the device, and on the host, where PRIVATE is swapped out."""
+        return self.kv.pool.states(), self.kv.host.states()
 
     def stretch(self) -> Stretch | None:
         """Steps ahead in which there is nothing to decide, for a simulator (`stretch.py`)."""

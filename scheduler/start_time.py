@@ -30,19 +30,22 @@ class StartTimes:
     """Branches that run or wait."""
 
 
-def predict(loads: Loads, num_prompt_tokens: int, held: Floats, on_host: Floats) -> StartTimes:
-    """`held` and `on_host`: blocks of the prompt that each worker has cached, and of these on the host."""
+def predict(
+    loads: Loads, num_prompt_tokens: int, held: Floats, on_host: Floats, shared: Floats
+) -> StartTimes:
+    """`held`, `on_host` and `shared`: blocks of the prompt that each worker has cached, and of these on the host, and
+    in use by others. `shared` counts only where `may_lack_room`."""
     columns = _known(loads).T
     size, budget = columns[Load.BLOCK_SIZE], columns[Load.BUDGET_TOKENS]
     token_seconds, context_seconds = columns[Load.TOKEN_SECONDS], columns[Load.CONTEXT_SECONDS]
     running = columns[Load.RUNNING_BRANCHES]
     seqs = running + columns[Load.WAITING_BRANCHES]
-    used = columns[Load.USED_BLOCKS]
-    # A step in which all who run decode. Blocks in use tell what they read.
+    context = columns[Load.CONTEXT_TOKENS]
+    # A step in which all who run decode.
     decode_seconds = (
         columns[Load.FIXED_SECONDS]
         + running * (token_seconds + columns[Load.ROW_SECONDS])
-        + used * size * context_seconds
+        + context * context_seconds
     )
     uncached = num_prompt_tokens - held * size
     tokens = columns[Load.QUEUED_TOKENS] + uncached
@@ -57,24 +60,42 @@ def predict(loads: Loads, num_prompt_tokens: int, held: Floats, on_host: Floats)
         + own_steps * (num_prompt_tokens - uncached / 2) * context_seconds
         + on_host * columns[Load.HOST_BLOCK_SECONDS]
     )
-    ttft += _room_seconds(columns, uncached, seqs, decode_seconds)
+    ttft += _room_seconds(columns, num_prompt_tokens - shared * size, decode_seconds)
     load = columns[Load.FIXED_SECONDS] + (seqs + 1) * (token_seconds + columns[Load.ROW_SECONDS])
-    load += (used * size + num_prompt_tokens) * context_seconds
+    load += (context + num_prompt_tokens) * context_seconds
     return StartTimes(ttft, load, ttft + load, seqs)
 
 
-def _room_seconds(columns: Loads, uncached: Floats, seqs: Floats, decode_seconds: Floats) -> Floats:
+def may_lack_room(loads: Loads, num_prompt_tokens: int) -> npt.NDArray[np.bool_]:
+    """[workers]: where a request that shares no block would wait for some."""
+    short: npt.NDArray[np.bool_] = _short_blocks(loads.T, num_prompt_tokens) > 0
+    return short
+
+
+def _short_blocks(columns: Loads, own_tokens: Floats | int) -> Floats:
+    """Blocks that a request which needs room for `own_tokens` must wait for: admission also leaves one for each branch
+    to grow into."""
+    need = (columns[Load.QUEUED_TOKENS] + own_tokens) / columns[Load.BLOCK_SIZE]
+    need += columns[Load.RUNNING_BRANCHES] + 1
+    short: Floats = np.maximum(0.0, need + columns[Load.USED_BLOCKS] - columns[Load.NUM_BLOCKS])
+    return short
+
+
+def _room_seconds(columns: Loads, own_tokens: Floats, decode_seconds: Floats) -> Floats:
     """Until enough of those who run have ended to leave blocks and a row.
 
-    They end at a steady rate: all of them within the time that a branch of the usual length takes.
+    They end at a steady rate, all of them within the time that a branch of the usual length takes, and leave what they
+    share with nobody. An idle worker has room for any request that it accepts.
     """
-    used = columns[Load.USED_BLOCKS]
-    need = (columns[Load.WAITING_TOKENS] + uncached) / columns[Load.BLOCK_SIZE]
-    short_blocks = np.maximum(0.0, need + used - columns[Load.NUM_BLOCKS]) / np.maximum(1.0, used)
-    short_rows = np.maximum(0.0, seqs + 1 - columns[Load.MAX_BRANCHES])
-    short_rows /= np.maximum(1.0, columns[Load.RUNNING_BRANCHES])
-    life_seconds = columns[Load.MEAN_OUTPUT_TOKENS] * decode_seconds
-    seconds: Floats = np.maximum(short_blocks, short_rows) * life_seconds
+    running = columns[Load.RUNNING_BRANCHES]
+    seqs = running + columns[Load.WAITING_BRANCHES]
+    short_blocks = _short_blocks(columns, own_tokens) / np.maximum(1.0, columns[Load.EXCLUSIVE_BLOCKS])
+    short_rows = np.maximum(0.0, seqs + 1 - columns[Load.MAX_BRANCHES]) / np.maximum(1.0, running)
+    # Their steps compute what is queued as well.
+    chunk = np.minimum(columns[Load.QUEUED_TOKENS], np.maximum(1.0, columns[Load.BUDGET_TOKENS] - running))
+    step_seconds = decode_seconds + chunk * columns[Load.TOKEN_SECONDS]
+    life_seconds = columns[Load.MEAN_OUTPUT_TOKENS] * step_seconds
+    seconds: Floats = np.where(seqs > 0, np.maximum(short_blocks, short_rows) * life_seconds, 0.0)
     return seconds
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 import ray
 
 import octavo
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import StartupError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import WorkerInfo
 from octavo.worker.config import WorkerConfig
 from octavo.worker.servicer import StepExecutor, WorkerServer, compute_thread
@@ -67,14 +69,14 @@ class WorkerActor:
         *,
         loopback: bool,
         build: BuildExecutor = build_executor,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
         hide_checkout()
-        self._token = token
+        self._access = access
         self._config = config
         self._coordinator = coordinator
         self._build = build
-        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._interface = LOOPBACK if loopback else Interface.of_node(ray.util.get_node_ip_address())
         self._compute = compute_thread()
         self._server: WorkerServer | None = None
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
@@ -94,7 +96,11 @@ class WorkerActor:
             os.environ["OMP_NUM_THREADS"] = str(self._config.num_threads)
         executor = await self._build_patiently()
         self._server = WorkerServer(
-            executor, host=self._host, on_fatal=self._die, compute=self._compute, token=self._token
+            executor,
+            interface=self._interface,
+            on_fatal=self._die,
+            compute=self._compute,
+            access=self._access,
         )
         address = await self._server.start()
         logger.info("worker %s serves at %s", self._config.worker_id, address)

@@ -196,7 +196,7 @@ def _apply_edits(work: torch.Tensor, edits: LogitEdits, part: Int64Array, num_sa
 
 
 def _to_float32(values: torch.Tensor) -> torch.Tensor:
-    """Rounded; what is too large stays finite (a repetition penalty of 1e-300 is legal), a ban stays a ban."""
+    """Rounded; what is too large stays finite, a ban stays a ban."""
     return torch.where(values.isinf(), values, values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX)).float()
 
 

@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from octavo.protos import auth, codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
+from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
+from octavo.protos.interface import LOOPBACK, Interface
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 from octavo.worker.host_memory import host_memory_bytes
 
@@ -293,7 +295,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class WorkerServer:
-    """A gRPC server with the step stream and the standard health service on `host`, at a free port.
+    """A gRPC server with the step stream and the standard health service, at a free port.
 
     Health is SERVING, for "" and for the service's name, while the worker makes progress. Started and stopped
     on one loop.
@@ -303,34 +305,33 @@ class WorkerServer:
         self,
         executor: StepExecutor,
         *,
-        host: str,
+        interface: Interface = LOOPBACK,
         on_fatal: Callable[[BaseException], None],
         compute: ThreadPoolExecutor | None = None,
         heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
         keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
-        token: str | None = None,
+        access: Access = OPEN,
     ) -> None:
-        """`token`: what a coordinator's calls must carry; None: nothing."""
+        """`access`: what a coordinator must show."""
         self.servicer = WorkerServicer(
             executor, on_fatal=on_fatal, compute=compute, heartbeat_seconds=heartbeat_seconds
         )
-        self._host = host
+        self._interface = interface
+        self._access = access
         self._period_seconds = heartbeat_seconds
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(
-            options=wire.server_options(keepalive_seconds), interceptors=auth.interceptors(token)
-        )
+        self._server = access.server(keepalive_seconds)
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Returns the address, "host:port"."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        address = self._access.listen(self._server, self._interface)
         await self._publish()
         await self._server.start()
         self._watch = asyncio.create_task(self._watch_progress())
-        return f"{self._host}:{port}"
+        return address
 
     async def stop(self) -> None:
         """Ends the stream after the running step and frees the port."""

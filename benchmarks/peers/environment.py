@@ -24,7 +24,7 @@ TORCH = "torch==2.13.0"
 """For the peers that run on it: Octavo's own version, and not a newer one that would come with gigabytes."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_SECONDS_MAX = 10.0
-HUGGING_FACE = ("hugging-face", ("transformers==5.24.0", TORCH))
+HUGGING_FACE = ("hugging-face", ("transformers==5.24.0", "psutil", TORCH))
 """For `enter`: the environment of both ways in which transformers itself serves a batch."""
 
 

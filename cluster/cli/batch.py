@@ -7,6 +7,7 @@ This process does the work, and its output file is what it goes on from. Batches
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cluster.cli.console import (
+    DEFAULT_SERVER,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_UNAVAILABLE,
+    URL_VARIABLE,
     ApiKeyOption,
     JsonOption,
     UrlOption,
@@ -65,7 +68,7 @@ def run(
     Exit codes: 0 every line succeeded, 1 some lines failed (their results say why), 2 the file or an option is
     wrong, 3 the server is gone, 130 interrupted.
     """
-    from octavo.cluster.async_client import DEFAULT_BASE_URL, AsyncClient
+    from octavo.cluster.async_client import AsyncClient
     from octavo.cluster.batch import BATCH_MAX_RETRIES, run_batch
     from octavo.cluster.batch_file import num_unfinished
 
@@ -86,7 +89,8 @@ def run(
         with in_process_transport(None if model == DEFAULT_MODEL else model, device=device) as transport:
             summary = asyncio.run(answer(AsyncClient(BASE_URL, transport=transport, **options)))
     else:
-        summary = asyncio.run(answer(AsyncClient(url or DEFAULT_BASE_URL, api_key, model, **options)))
+        server = url or os.environ.get(URL_VARIABLE) or DEFAULT_SERVER
+        summary = asyncio.run(answer(AsyncClient(server, api_key, model, **options)))
     _finish(summary, as_json=json)
 
 

@@ -27,7 +27,8 @@ EXIT_INTERRUPTED = 130
 Command = TypeVar("Command", bound=Callable[..., None])
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
-ServerOption = Annotated[str, typer.Option(envvar="OCTAVO_URL", show_envvar=True, help="The running server.")]
+URL_VARIABLE = "OCTAVO_URL"
+ServerOption = Annotated[str, typer.Option(envvar=URL_VARIABLE, show_envvar=True, help="The running server.")]
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 UrlOption = Annotated[str | None, typer.Option(help="A running server, such as http://127.0.0.1:8000.")]
 ApiKeyOption = Annotated[

@@ -21,13 +21,14 @@ from octavo._version import __version__
 from octavo.cluster.backend import Backend, HealthReport, HealthStatus
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.metrics.http import CONTENT_TYPE_LATEST, HttpMetrics
-from octavo.cluster.openai import errors, openapi, utility
+from octavo.cluster.openai import errors, live_page, utility
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import FORK, RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON
 from octavo.cluster.openai.front_door import FrontDoor, tenant_of
 from octavo.cluster.openai.job_routes import JobRoutes, make_runner
+from octavo.cluster.openai.openapi import Described
 from octavo.cluster.openai.sse import GenerationResponse
 from octavo.cluster.tokenizer import Tokenizer
 
@@ -66,14 +67,17 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: HttpConfig | None
             allow_headers=["*"],
             expose_headers=["x-request-id", REQUEST_IDS_HEADER, WARNING_HEADER, "retry-after"],
         )
+    described = Described(backend.model)
     calls = Calls(backend, tokenizer, config, metrics)
-    _Routes(backend, tokenizer, calls, config, metrics).add_to(app)
+    _Routes(backend, tokenizer, calls, config, metrics).add_to(app, described)
+    if config.live_page:
+        live_page.add_to(app, backend)
     app.state.metrics = metrics
     app.state.jobs = None
     if config.jobs_dir is not None:
         app.state.jobs = make_runner(calls, config, on_line=metrics.on_batch_line)
         metrics.batches_running.set_function(lambda: app.state.jobs.num_running)
-    JobRoutes(app.state.jobs, config).add_to(app)
+    JobRoutes(app.state.jobs, config).add_to(app, described)
     return app
 
 
@@ -104,7 +108,7 @@ class _Routes:
         self._metrics = metrics
         self._started = int(time.time())
 
-    def add_to(self, app: FastAPI) -> None:
+    def add_to(self, app: FastAPI, described: Described) -> None:
         for path, handler, *methods in (
             (CHAT_COMPLETIONS, self.chat_completions, "POST"),
             (COMPLETIONS, self.completions, "POST"),
@@ -123,14 +127,7 @@ class _Routes:
         ):
             for method in methods:
                 # One route a method: the schema needs an operation id for each.
-                app.add_api_route(
-                    path,
-                    handler,
-                    methods=[method],
-                    response_model=None,
-                    responses=openapi.ERRORS,
-                    openapi_extra=openapi.described(path, method),
-                )
+                app.add_api_route(path, handler, methods=[method], **described(path, method))
 
     # ---- generation
 

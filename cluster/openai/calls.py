@@ -5,6 +5,7 @@ Owns what each generating path does, whoever asks: a client over HTTP, or a line
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,7 @@ from octavo.cluster.openai.schemas import (
 )
 from octavo.cluster.openai.sse import Renderer
 from octavo.cluster.tokenizer import Tokenizer
-from octavo.protos.errors import NotFoundError
+from octavo.protos.errors import DeadlineExceededError, NotFoundError
 from octavo.protos.types import Request
 
 RESPONSES = "/v1/responses"
@@ -89,10 +90,21 @@ class Calls:
         return name
 
     async def prepare(self, path: str, body: Body, tenant: str = "") -> Prepared:
-        """What `path` does with `body` for `tenant`. Raises `InvalidRequestError` naming the field, and
-        `NotFoundError`."""
+        """What `path` does with `body` for `tenant`. Raises `InvalidRequestError` naming the field,
+        `NotFoundError`, and `DeadlineExceededError` when the call's timeout has passed before all was tokenised."""
+        began = time.monotonic()
         prepared = await self._by_path[path](body)
-        return replace(prepared, requests=[replace(request, tenant=tenant) for request in prepared.requests])
+        timeout = prepared.call.timeout
+        if timeout is not None:
+            # Of the whole call: what others' prompts took from it before its turn is gone.
+            timeout -= time.monotonic() - began
+            if timeout <= 0:
+                raise DeadlineExceededError(
+                    f"the request did not finish within its timeout of {prepared.call.timeout:.3g} s "
+                    "(it was not tokenised yet)"
+                )
+        requests = [replace(request, tenant=tenant, timeout_seconds=timeout) for request in prepared.requests]
+        return replace(prepared, requests=requests)
 
     def generation(self, prepared: Prepared) -> Generation:
         """The run of a prepared call."""

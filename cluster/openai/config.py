@@ -21,6 +21,8 @@ class HttpConfig:
     """Names that clients may ask for; the first is listed first. Empty: the model's own name."""
     api_keys: tuple[str, ...] = ()
     """Bearer keys for everything but /health, /ready and /metrics. Empty: open to all who reach the port."""
+    live_page: bool = False
+    """Serve the page at /ui. What it shows needs a key, as everything does."""
     cors_origins: tuple[str, ...] = ()
     """Origins ("https://example.org", or "*") whose pages may call from a browser. Empty: none but our own."""
     jobs_dir: str | None = None
@@ -59,7 +61,8 @@ class HttpConfig:
         for name in ("served_model_names", "api_keys", "cors_origins"):
             values = getattr(self, name)
             if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
-                raise ConfigError(f"{name} must be a list of non-empty strings, got {values!r}", param=name)
+                told = "" if name == "api_keys" else f", got {values!r}"  # keys are not printed
+                raise ConfigError(f"{name} must be a list of non-empty strings{told}", param=name)
             object.__setattr__(self, name, tuple(values))
         if self.jobs_dir is not None and not (isinstance(self.jobs_dir, str) and self.jobs_dir):
             raise ConfigError(f"jobs_dir must be a folder, got {self.jobs_dir!r}", param="jobs_dir")

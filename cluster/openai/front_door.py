@@ -21,8 +21,8 @@ from octavo.cluster.openai.errors import HeadersTooLargeError, as_octavo_error, 
 from octavo.cluster.openai.sse import CLIENT_GONE, SCOPE_KEY
 from octavo.protos.errors import AuthenticationError, OverloadedError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Reached without a key and never refused for load."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui", "/ui/live.js", "/ui/live.css"})
+"""Reached without a key and never refused for load. The page itself tells nothing: its data needs the key."""
 GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/fork"})
 UNKNOWN_ROUTE = "unknown"
 """Metrics label of paths that lead nowhere: a client must not be able to make new labels."""

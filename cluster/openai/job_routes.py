@@ -17,12 +17,12 @@ from starlette.responses import FileResponse, Response
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.jobs.runner import JobRunner
 from octavo.cluster.jobs.store import JobStore, Row
-from octavo.cluster.openai import openapi
 from octavo.cluster.openai.body import read_json
 from octavo.cluster.openai.calls import RESPONSES, Calls
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import JSON, UnsupportedParameterError, envelope
 from octavo.cluster.openai.multipart import read_upload
+from octavo.cluster.openai.openapi import Described
 from octavo.protos.errors import InvalidRequestError, NotFoundError
 
 ENDPOINTS = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES)
@@ -72,7 +72,7 @@ class JobRoutes:
         self._maybe_runner = runner
         self._config = config
 
-    def add_to(self, app: FastAPI) -> None:
+    def add_to(self, app: FastAPI, described: Described) -> None:
         for path, handler, method in (
             ("/v1/files", self.upload, "POST"),
             ("/v1/files", self.files, "GET"),
@@ -84,14 +84,7 @@ class JobRoutes:
             ("/v1/batches/{batch_id}", self.batch, "GET"),
             ("/v1/batches/{batch_id}/cancel", self.cancel_batch, "POST"),
         ):
-            app.add_api_route(
-                path,
-                handler,
-                methods=[method],
-                response_model=None,
-                responses=openapi.ERRORS,
-                openapi_extra=openapi.described(path, method),
-            )
+            app.add_api_route(path, handler, methods=[method], **described(path, method))
 
     @property
     def _runner(self) -> JobRunner:

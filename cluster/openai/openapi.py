@@ -10,11 +10,12 @@ from typing import Any
 
 from octavo.cluster.client_protocol import CHAT_COMPLETIONS, COMPLETIONS
 from octavo.cluster.openai.calls import FORK, RESPONSES
+from octavo.cluster.openai.schemas import TIMEOUT_SECONDS_MAX
+from octavo.protos.types import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N, ModelInfo
 
 Schema = dict[str, Any]
 
 _TEXT: Schema = {"type": "string"}
-_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def _maybe(kind: str, **limits: Any) -> Schema:
@@ -26,38 +27,7 @@ def _object(required: tuple[str, ...], properties: dict[str, Schema]) -> Schema:
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-_COUNT = _maybe("integer", minimum=1)
 _FLAG = _maybe("boolean")
-_SAMPLING: dict[str, Schema] = {
-    "model": _maybe("string"),
-    "max_tokens": _COUNT,
-    "temperature": _maybe("number", minimum=0, maximum=2),
-    "top_p": _maybe("number", exclusiveMinimum=0, maximum=1),
-    "top_k": _maybe("integer", minimum=-1),
-    "min_p": _maybe("number", minimum=0, maximum=1),
-    "n": _maybe("integer", minimum=1, maximum=128),
-    "best_of": _COUNT,
-    "beam_width": _maybe("integer", minimum=1, maximum=32),
-    "seed": _maybe("integer"),
-    "stop": {"anyOf": [_maybe("string"), {"type": "array", "items": _TEXT, "maxItems": 4}]},
-    "stop_token_ids": _maybe("array", items={"type": "integer", "minimum": 0}),
-    "min_tokens": _maybe("integer", minimum=0),
-    "ignore_eos": _FLAG,
-    "include_stop_str_in_output": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "presence_penalty": _maybe("number", minimum=-2, maximum=2),
-    "frequency_penalty": _maybe("number", minimum=-2, maximum=2),
-    "repetition_penalty": _maybe("number", exclusiveMinimum=0),
-    "logit_bias": _maybe("object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
-    "priority": _maybe("integer"),
-    "timeout": _maybe("number", exclusiveMinimum=0),
-    "cache_salt": _maybe("string", maxLength=1024),
-    "use_prefix_cache": _FLAG,
-    "return_token_ids": _FLAG,
-    "stream": _FLAG,
-    "stream_options": _maybe("object", properties={"include_usage": _FLAG}),
-    "user": _maybe("string"),
-}
 _PART = _object(("type",), {"type": {"enum": ["text"]}, "text": _TEXT})
 _MESSAGES: Schema = {
     "type": "array",
@@ -70,65 +40,102 @@ _MESSAGES: Schema = {
         },
     ),
 }
-_PROMPT: Schema = {
-    "anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]
-}
 
-_BODIES: dict[str, Schema] = {
-    CHAT_COMPLETIONS: _object(
-        ("messages",),
-        {
-            **_SAMPLING,
-            "messages": _MESSAGES,
-            "max_completion_tokens": _COUNT,
-            "logprobs": _FLAG,
-            "top_logprobs": _maybe("integer", minimum=0, maximum=20),
-        },
-    ),
-    COMPLETIONS: _object(
-        ("prompt",),
-        {**_SAMPLING, "prompt": _PROMPT, "echo": _FLAG, "logprobs": _maybe("integer", minimum=0, maximum=20)},
-    ),
-    RESPONSES: _object(
-        ("input",),
-        {
-            "model": _maybe("string"),
-            "input": {"anyOf": [_TEXT, _MESSAGES]},
-            "instructions": _maybe("string"),
-            "max_output_tokens": _COUNT,
-            "temperature": _SAMPLING["temperature"],
-            "top_p": _SAMPLING["top_p"],
-            "stream": _FLAG,
-            "store": _FLAG,
-        },
-    ),
-    FORK: _object(
-        ("request_id",),
-        {**_SAMPLING, "request_id": _TEXT, "branch": _maybe("integer", minimum=0)},
-    ),
-    "/tokenize": _object(
-        (),
-        {
-            "model": _maybe("string"),
-            "prompt": _TEXT,
-            "messages": _MESSAGES,
-            "add_special_tokens": _FLAG,
-            "return_token_strs": _FLAG,
-        },
-    ),
-    "/detokenize": _object(
-        ("tokens",), {"model": _maybe("string"), "tokens": _IDS, "skip_special_tokens": _FLAG}
-    ),
-    "/v1/batches": _object(
-        ("input_file_id", "endpoint"),
-        {
-            "input_file_id": _TEXT,
-            "endpoint": {"enum": [CHAT_COMPLETIONS, COMPLETIONS, RESPONSES]},
-            "completion_window": _maybe("string"),
-            "metadata": _maybe("object", additionalProperties=_TEXT, maxProperties=16),
-        },
-    ),
-}
+
+def _sampling(tokens: Schema, count: Schema) -> dict[str, Schema]:
+    """Fields that all but responses share. `tokens`: an id of the vocabulary; `count`: of tokens that fit the model."""
+    return {
+        "model": _maybe("string"),
+        "max_tokens": count,
+        "temperature": _maybe("number", minimum=0, maximum=2),
+        "top_p": _maybe("number", exclusiveMinimum=0, maximum=1),
+        "top_k": _maybe("integer", minimum=-1),
+        "min_p": _maybe("number", minimum=0, maximum=1),
+        "n": _maybe("integer", minimum=1, maximum=MAX_N),
+        "best_of": _maybe("integer", minimum=1, maximum=MAX_N),
+        "beam_width": _maybe("integer", minimum=1, maximum=MAX_BEAM_WIDTH),
+        "seed": _maybe("integer"),
+        "stop": {"anyOf": [_maybe("string"), {"type": "array", "items": _TEXT, "maxItems": 4}]},
+        "stop_token_ids": _maybe("array", items=tokens),
+        "min_tokens": _maybe("integer", minimum=0),
+        "ignore_eos": _FLAG,
+        "include_stop_str_in_output": _FLAG,
+        "skip_special_tokens": _FLAG,
+        "presence_penalty": _maybe("number", minimum=-2, maximum=2),
+        "frequency_penalty": _maybe("number", minimum=-2, maximum=2),
+        "repetition_penalty": _maybe("number", minimum=0.01, maximum=10),
+        "logit_bias": _maybe(
+            "object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}
+        ),
+        "priority": _maybe("integer"),
+        "timeout": _maybe("number", exclusiveMinimum=0, maximum=TIMEOUT_SECONDS_MAX),
+        "cache_salt": _maybe("string", maxLength=1024),
+        "use_prefix_cache": _FLAG,
+        "return_token_ids": _FLAG,
+        "stream": _FLAG,
+        "stream_options": _maybe("object", properties={"include_usage": _FLAG}),
+        "user": _maybe("string"),
+    }
+
+
+def _bodies(model: ModelInfo) -> dict[str, Schema]:
+    """Path -> what a POST there holds, for this model."""
+    token: Schema = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    count = _maybe("integer", minimum=1, maximum=model.max_model_len)
+    ids: Schema = {"type": "array", "items": token, "minItems": 1}
+    texts: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
+    prompt: Schema = {"anyOf": [_TEXT, texts, ids, {"type": "array", "items": ids, "minItems": 1}]}
+    sampling, top = _sampling(token, count), _maybe("integer", minimum=0, maximum=MAX_LOGPROBS)
+    return {
+        CHAT_COMPLETIONS: _object(
+            ("messages",),
+            {
+                **sampling,
+                "messages": _MESSAGES,
+                "max_completion_tokens": count,
+                "logprobs": _FLAG,
+                "top_logprobs": top,
+            },
+        ),
+        COMPLETIONS: _object(("prompt",), {**sampling, "prompt": prompt, "echo": _FLAG, "logprobs": top}),
+        RESPONSES: _object(
+            ("input",),
+            {
+                "input": {"anyOf": [_TEXT, _MESSAGES]},
+                "instructions": _maybe("string"),
+                "max_output_tokens": count,
+                "store": _FLAG,
+                **{name: sampling[name] for name in ("model", "temperature", "top_p", "stream")},
+            },
+        ),
+        FORK: _object(
+            ("request_id",), {**sampling, "request_id": _TEXT, "branch": _maybe("integer", minimum=0)}
+        ),
+        "/tokenize": _object(
+            (),
+            {
+                "model": _maybe("string"),
+                "prompt": _TEXT,
+                "messages": _MESSAGES,
+                "add_special_tokens": _FLAG,
+                "return_token_strs": _FLAG,
+            },
+        ),
+        "/detokenize": _object(
+            ("tokens",), {"model": _maybe("string"), "tokens": ids, "skip_special_tokens": _FLAG}
+        ),
+        "/v1/batches": _object(
+            ("input_file_id", "endpoint"),
+            {
+                "input_file_id": _TEXT,
+                "endpoint": {"enum": [CHAT_COMPLETIONS, COMPLETIONS, RESPONSES]},
+                "completion_window": _maybe("string"),
+                "metadata": _maybe("object", additionalProperties=_TEXT, maxProperties=16),
+            },
+        ),
+    }
+
+
 _UPLOAD = _object(
     ("file", "purpose"), {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
 )
@@ -141,6 +148,12 @@ _QUERIES: dict[str, dict[str, Schema]] = {
     },
     "/v1/batches": {"after": _TEXT, "limit": {"type": "integer"}},
 }
+_OTHER_TYPES: dict[str, str] = {
+    "/metrics": "text/plain",
+    "/v1/files/{file_id}/content": "application/octet-stream",
+    **dict.fromkeys((CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, FORK), "text/event-stream"),
+}
+"""Of good replies beside JSON."""
 
 _ERROR = _object(
     ("error",),
@@ -151,29 +164,40 @@ _ERROR = _object(
         )
     },
 )
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "description": "The call is wrong, or nobody's turn.",
-        "content": {"application/json": {"schema": _ERROR}},
-    },
-    "5XX": {"description": "The server cannot.", "content": {"application/json": {"schema": _ERROR}}},
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
+    for status, text in (("4XX", "The call is wrong, or nobody's turn."), ("5XX", "The server cannot."))
 }
 """Of every route, in place of the framework's own."""
 
 
-def described(path: str, method: str) -> dict[str, Any]:
-    """What a route's own code does not show: for FastAPI's `openapi_extra`."""
-    if method == "GET":
-        queries = _QUERIES.get(path, {})
+class Described:
+    """What the routes' own code does not show: arguments for `FastAPI.add_api_route`."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._bodies = _bodies(model)
+
+    def __call__(self, path: str, method: str) -> dict[str, Any]:
+        good: Schema = {} if path not in _OTHER_TYPES else {_OTHER_TYPES[path]: {}}
         return {
-            "parameters": [
-                {"name": name, "in": "query", "schema": schema} for name, schema in queries.items()
-            ]
+            "response_model": None,
+            "responses": {200: {"content": good}, **_ERRORS},
+            "openapi_extra": self._call(path, method),
         }
-    if method != "POST":
-        return {}
-    if path == "/v1/files":
-        return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}}
-    if path not in _BODIES:
-        return {}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _BODIES[path]}}}}
+
+    def _call(self, path: str, method: str) -> dict[str, Any]:
+        if method == "GET":
+            queries = _QUERIES.get(path, {})
+            return {
+                "parameters": [
+                    {"name": name, "in": "query", "schema": schema} for name, schema in queries.items()
+                ]
+            }
+        if (path, method) == ("/v1/files", "POST"):
+            return {
+                "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+            }
+        if method != "POST" or path not in self._bodies:
+            return {}
+        content = {"application/json": {"schema": self._bodies[path]}}
+        return {"requestBody": {"required": True, "content": content}}

@@ -47,7 +47,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 async def coordinator(folder: Path, num_workers: int, lease_seconds: float | None) -> None:
-    from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+    from octavo.cluster.coordinator_config import CoordinatorConfig
+    from octavo.cluster.coordinator_core import CoordinatorCore
     from octavo.cluster.coordinator_servicer import CoordinatorServer
 
     core = CoordinatorCore(
@@ -64,7 +65,7 @@ async def coordinator(folder: Path, num_workers: int, lease_seconds: float | Non
 
     Path(announce_socket(folder)).unlink(missing_ok=True)
     listener = await asyncio.start_unix_server(hear, announce_socket(folder))
-    server = CoordinatorServer(core, host="127.0.0.1")
+    server = CoordinatorServer(core)
     write_whole(address_file(folder), await server.start())
     while listener.is_serving():
         await asyncio.sleep(CHECK_SECONDS)
@@ -106,7 +107,7 @@ async def worker(folder: Path, worker_id: str) -> None:
 
     from ..worker.executor_support import make_executor
 
-    server = WorkerServer(pool_executor(worker_id, make_executor), host="127.0.0.1", on_fatal=end_with)
+    server = WorkerServer(pool_executor(worker_id, make_executor), on_fatal=end_with)
     announcement = {"worker_id": worker_id, "address": await server.start()}
     while True:
         if not server.servicer.attached:

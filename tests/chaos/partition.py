@@ -23,6 +23,8 @@ from typing import Any
 
 import httpx
 
+from octavo.protos.auth import new_token
+
 from ..cluster.ray_nodes import HttpStreams, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,7 @@ RAY_PORT, HTTP_PORT = 6390, 8000
 URL = f"http://{ADDRESSES[0]}:{HTTP_PORT}"
 SHORT_SECONDS = 9.0
 """Above the lease of a CPU worker, 5 s, and below what Ray waits for a silent node."""
+RAY_IS_UP, RAY_SECONDS = "Ray runtime started", 90.0
 START_SECONDS, HEAL_SECONDS = 240.0, 180.0
 
 
@@ -45,6 +48,8 @@ class Machines:
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="oct-ns-"))
+        self._token = new_token()
+        """Of Ray, on all machines."""
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Machines:
@@ -58,7 +63,12 @@ class Machines:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self, machine: int, *command: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "RAY_TMPDIR": str(self._folder / str(machine)), "PYTHONUNBUFFERED": "1"}
+        env = {
+            **os.environ,
+            "RAY_TMPDIR": str(self._folder / str(machine)),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+        }
         Path(env["RAY_TMPDIR"]).mkdir(exist_ok=True)
         with open(self._folder / f"{machine}.log", "ab") as log:
             process = subprocess.Popen(
@@ -68,6 +78,7 @@ class Machines:
         return process
 
     def start_ray(self, machine: int) -> subprocess.Popen[bytes]:
+        """Returns once the node is up."""
         where = (
             ["--head", "--port", str(RAY_PORT), "--include-dashboard=false"]
             if machine == 0
@@ -75,9 +86,12 @@ class Machines:
         )
         ray = Path(sys.executable).parent / "ray"
         common = ["--num-cpus", "1", "--object-store-memory", "100000000", "--disable-usage-stats", "--block"]
-        return self.start(
+        before = self.log(machine).count(RAY_IS_UP)
+        node = self.start(
             machine, str(ray), "start", *where, "--node-ip-address", ADDRESSES[machine], *common
         )
+        wait_for(lambda: self.log(machine).count(RAY_IS_UP) > before, RAY_SECONDS)
+        return node
 
     def serve(self) -> None:
         self.start(
@@ -92,7 +106,8 @@ class Machines:
         )
 
     def log(self, machine: int) -> str:
-        return (self._folder / f"{machine}.log").read_text()[-3000:]
+        path = self._folder / f"{machine}.log"
+        return path.read_text() if path.exists() else ""
 
 
 def health() -> dict[str, Any]:
@@ -141,10 +156,7 @@ def main() -> int:
     num_tokens = parser.parse_args().tokens
     with Machines() as machines:
         try:
-            machines.start_ray(0)
-            time.sleep(5.0)
-            last = [machines.start_ray(machine) for machine in (1, 2)][-1]
-            time.sleep(8.0)
+            last = [machines.start_ray(machine) for machine in range(NUM_MACHINES)][-1]
             machines.serve()
             print(f"ready after {wait_ready(START_SECONDS):.0f} s: {health()['workers']}", flush=True)
             calm = HttpStreams(URL, bodies(num_tokens))
@@ -172,7 +184,7 @@ def main() -> int:
             print(f"ready again {wait_ready(HEAL_SECONDS):.1f} s after it was started anew", flush=True)
             assert HttpStreams(URL, bodies(num_tokens)).texts() == want, "after all this"
         except AssertionError as error:
-            print(f"FAILED: {error}\n{health()}\n{machines.log(0)}\n{machines.log(2)}")
+            print(f"FAILED: {error}\n{health()}\n{machines.log(0)[-3000:]}\n{machines.log(2)[-3000:]}")
             return 1
     return 0
 

@@ -41,6 +41,8 @@ with tempfile.TemporaryDirectory() as name:
         (folder / task).write_text((HERE / task).read_text().replace("FILE", str(items)))
     generated = evaluate("octavo_gsm8k", folder)
     scored = evaluate("octavo_gsm8k_choice", folder)
+# The right answer is nearly always likelier than a million of anything.
+assert scored["acc,none"] > 0.5, scored
 print(
     f"lm-eval {version('lm-eval')}: {ITEMS} items generated (exact match {generated['exact_match,last-number']}), "
     f"{ITEMS} scored by log-likelihood (accuracy {scored['acc,none']})"

@@ -2,7 +2,8 @@
 
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.coordinator_client import GrpcBackend
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.worker.servicer import WorkerServer
 
@@ -14,16 +15,13 @@ class Cluster:
 
     model = MODEL
 
-    def __init__(
-        self, num_workers=1, *, info=None, step_seconds=0.0, budget=512, keepalive_seconds=10.0, **config
-    ):
+    def __init__(self, num_workers=1, *, info=None, step_seconds=0.0, budget=512, **config):
         self.worker_ids = tuple(f"worker-{number}" for number in range(num_workers))
         options = {"max_num_batched_tokens": budget, **config.pop("scheduler_options", {})}
         self.config = CoordinatorConfig(
             worker_ids=self.worker_ids, scheduler_options=options, **{"lease_seconds": 1.0, **config}
         )
         self.info = info or {}
-        self.keepalive_seconds = keepalive_seconds
         self.budget = budget
         self.step_seconds = step_seconds
         self.servers = {}
@@ -51,7 +49,7 @@ class Cluster:
 
     async def start_coordinator(self):
         self.core = CoordinatorCore(self.config, on_stuck=self.stuck.append)
-        self.server = CoordinatorServer(self.core, host="127.0.0.1", keepalive_seconds=self.keepalive_seconds)
+        self.server = CoordinatorServer(self.core)
         self.address = await self.server.start()
 
     def make_executor(self, worker_id):
@@ -61,7 +59,7 @@ class Cluster:
 
     async def start_worker(self, worker_id):
         executor = self.make_executor(worker_id)
-        server = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None, heartbeat_seconds=0.05)
+        server = WorkerServer(executor, on_fatal=lambda error: None, heartbeat_seconds=0.05)
         self.executors[worker_id], self.servers[worker_id] = executor, server
         self.addresses[worker_id] = await server.start()
         self.core.announce(worker_id, self.addresses[worker_id])

@@ -17,12 +17,13 @@ import psutil
 
 
 class RayNodes:
-    """Each node has a raylet and workers of its own. `close` is due whatever `__init__` raised after Ray's start."""
+    """Each node has an address, a raylet and workers of its own. Nothing is left of them after `close`."""
 
     def __init__(self, num_nodes: int, *, num_cpus: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
         self._num_cpus = num_cpus
+        self._numbers = itertools.count(2)
         self._folder = tempfile.mkdtemp(prefix="octavo-ray-")
         # Ray notes there which cluster is "auto", and must not note it for the whole machine.
         self._before = os.environ.get("RAY_TMPDIR")
@@ -49,7 +50,9 @@ class RayNodes:
         return self.nodes[0]
 
     def add(self, *, wait: bool = True) -> Any:
-        node = self._cluster.add_node(num_cpus=self._num_cpus, wait=wait)
+        # An address of its own, so that a driver finds the head's raylet and no other at the machine's.
+        address = f"127.0.0.{next(self._numbers)}"
+        node = self._cluster.add_node(num_cpus=self._num_cpus, node_ip_address=address, wait=wait)
         self.nodes.append(node)
         return node
 

@@ -12,7 +12,7 @@ from octavo.cluster import coordinator_servicer
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.cluster_stats import COUNTERS, GAUGES, MAXIMA, total
 from octavo.cluster.coordinator_client import GrpcBackend
-from octavo.cluster.coordinator_core import CoordinatorConfig
+from octavo.cluster.coordinator_config import CoordinatorConfig
 from octavo.protos import coordinator_pb2, coordinator_pb2_grpc, wire
 from octavo.protos.errors import (
     ConfigError,

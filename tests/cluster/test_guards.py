@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from octavo.cluster.advice import setup_advice
+from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.guards import PREFIX_TOKENS, REPEATS_MIN, Guards
+from octavo.cluster.service import Service
 from octavo.cluster.service_config import ServiceConfig
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Preempted, PreemptionKind
@@ -93,24 +96,50 @@ def test_preemptions_in_the_last_minute_and_no_longer(caplog):
 
 
 def test_the_coordinator_tells_its_health_and_its_stats():
-    """Too few blocks for four requests: the advice reaches whoever asks over the wire."""
+    """Too few blocks, and the same prompt again and again: the advice reaches whoever asks over the wire."""
 
     async def test():
         options = {"prefix_cache": False, "preemption": "recompute"}
         advice = setup_advice(block_size=8, gpu_memory_utilization=0.5)
         async with Cluster(
-            info={"num_blocks": 12}, scheduler_options=options, setup_advice=advice
+            info={"num_blocks": 40}, scheduler_options=options, setup_advice=advice
         ) as cluster:
             backend = await cluster.backend()
             await until(lambda: codes(cluster.core.health().advice) == ["block_size"])
             tasks = []
-            for number in range(4):
-                request = make_request(f"r{number}", [number] * 30, max_tokens=60, ignore_eos=True)
+            for number in range(REPEATS_MIN + 1):
+                request = make_request(f"r{number}", [7] * 70, max_tokens=60, ignore_eos=True)
                 tasks.append(asyncio.create_task(collect(backend, request)))
             await asyncio.gather(*tasks)
             report = await backend.health()
-            assert codes(report.advice) == ["block_size", "preemptions"]
+            assert codes(report.advice) == ["block_size", "prefix_cache", "preemptions"]
             assert report.advice[0] == advice[0]
             assert (await backend.stats())["preemptions_last_minute"] > 0
 
     run(test())
+
+
+def test_octavo_serve_logs_advice_when_it_first_holds(monkeypatch, caplog):
+    import ray
+
+    service = Service(ServiceConfig(block_size=8))
+    reports = [
+        HealthReport(status=HealthStatus.READY, advice=advice)
+        for advice in (
+            service.config.setup_advice(),
+            service.config.setup_advice(),
+            (),
+            service.config.setup_advice(),
+        )
+    ]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    service._scaler = SimpleNamespace(poll=lambda: None)
+    service._coordinator = SimpleNamespace(health=SimpleNamespace(remote=lambda: reports.pop(0)))
+    with caplog.at_level(logging.WARNING):
+        told = []
+        for _ in range(4):
+            assert service.alive()
+            told.append(len(caplog.records))
+    assert told == [1, 1, 1, 2]
+    assert "block_size is 8, and small blocks" in caplog.text
+    assert "set block_size to 16 or 32" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cluster.coordinator_core import CoordinatorConfig
+from octavo.cluster.coordinator_config import CoordinatorConfig
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.router import ROUTER_POLICIES
 

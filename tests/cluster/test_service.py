@@ -38,6 +38,7 @@ def build_fake(config: WorkerConfig) -> support.FakeExecutor:
         config.worker_id,
         model=model,
         num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
         # As measured by a real one at start, so that workers can be compared from the first request on.
         prefill_tokens_per_second=20_000.0,
         decode_step_seconds=STEP_SECONDS,
@@ -162,6 +163,21 @@ class TestRunning:
         assert sorted(info.worker_id for info in system.service.workers) == ["worker-0", "worker-1"]
         assert system.service.model_name == system.client.get("/v1/models").json()["data"][0]["id"]
         assert system.service.alive()
+
+    def test_its_inside_is_on_loopback_and_its_ray_asks_for_a_token(self, system):
+        import ray
+
+        address = ray.get(system.service._coordinator.address.remote())
+        assert address.startswith("127.0.0.1:")
+        process = system.worker_process("worker-0")
+        listening = {
+            one.laddr.ip.removeprefix("::ffff:")
+            for one in process.net_connections("inet")
+            if one.status == psutil.CONN_LISTEN
+        }
+        # The other is Ray's own, which it opens everywhere.
+        assert "127.0.0.1" in listening
+        assert process.environ()["RAY_AUTH_MODE"] == "token"
 
     def test_a_stream_says_what_a_reply_says(self, system):
         whole = system.complete().json()["choices"][0]["text"]

@@ -28,7 +28,6 @@ class Rig:
         self.fatal = []
         self.server = WorkerServer(
             self.executor,
-            host="127.0.0.1",
             on_fatal=self.fatal.append,
             **{"heartbeat_seconds": 0.05, **options},
         )

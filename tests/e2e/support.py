@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ import uvicorn
 
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.coordinator_client import GrpcBackend
-from octavo.cluster.coordinator_core import CoordinatorConfig, CoordinatorCore
+from octavo.cluster.coordinator_config import CoordinatorConfig
+from octavo.cluster.coordinator_core import CoordinatorCore
 from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos import wire
 from octavo.worker.servicer import WorkerServer
 
 
@@ -40,22 +42,37 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    executor: Any, tokenizer: Tokenizer, *, http: HttpConfig | None = None, **scheduler_options: Any
+    executor: Any,
+    tokenizer: Tokenizer,
+    *,
+    http: HttpConfig | None = None,
+    keepalive_seconds: float = wire.KEEPALIVE_SECONDS,
+    heartbeat_seconds: float = wire.HEARTBEAT_SECONDS,
+    lease_seconds: float = 60.0,
+    **scheduler_options: Any,
 ) -> AsyncIterator[Served]:
     """`executor` behind gRPC, a coordinator and an HTTP port of its own."""
     config = CoordinatorConfig(
-        worker_ids=("worker-0",), scheduler_options=scheduler_options, lease_seconds=60.0
+        worker_ids=("worker-0",),
+        scheduler_options=scheduler_options,
+        lease_seconds=lease_seconds,
+        keepalive_seconds=keepalive_seconds,
     )
     core = CoordinatorCore(config)
-    coordinator = CoordinatorServer(core, host="127.0.0.1")
+    coordinator = CoordinatorServer(core)
     address = await coordinator.start()
-    worker = WorkerServer(executor, host="127.0.0.1", on_fatal=lambda error: None)
+    worker = WorkerServer(
+        executor,
+        on_fatal=lambda error: None,
+        keepalive_seconds=keepalive_seconds,
+        heartbeat_seconds=heartbeat_seconds,
+    )
     core.announce("worker-0", await worker.start())
 
     async def find() -> str:
         return address
 
-    backend = GrpcBackend(executor.info.model, find)
+    backend = GrpcBackend(executor.info.model, find, keepalive_seconds=keepalive_seconds)
     backend.start()
     await backend.wait_connected(10)
     app = create_app(backend, tokenizer, http)
@@ -80,18 +97,26 @@ async def served(
 
 
 class Background:
-    """The served system on a loop of its own, so that clients may block. `http`: fields of `HttpConfig`."""
+    """The served system on a loop of its own, so that clients may block and do not hold it up. `scheduler`: fields of
+    `SchedulerConfig`; `http`: of `HttpConfig`."""
 
-    def __init__(self, executor: Any, tokenizer: Tokenizer, **http: Any) -> None:
+    def __init__(
+        self,
+        executor: Any,
+        tokenizer: Tokenizer,
+        *,
+        scheduler: Mapping[str, Any] | None = None,
+        **http: Any,
+    ) -> None:
         self._executor, self._tokenizer = executor, tokenizer
         self._http = HttpConfig(**http)
+        self._scheduler = {"max_num_batched_tokens": 256, **(scheduler or {})}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        options = {"http": self._http, "max_num_batched_tokens": 256}
-        async with served(self._executor, self._tokenizer, **options) as self.system:
+        async with served(self._executor, self._tokenizer, http=self._http, **self._scheduler) as self.system:
             self._up.set()
             await self._stop.wait()
 

@@ -22,7 +22,8 @@ def background(default_model_dir):
     executor = build_executor(
         WorkerConfig(worker_id="worker-0", num_blocks=600, max_num_batched_tokens=256, max_num_seqs=32)
     )
-    with Background(executor, Tokenizer(default_model_dir)) as running:
+    tokenizer = Tokenizer(default_model_dir)
+    with Background(executor, tokenizer) as running:
         yield running
 
 

@@ -7,10 +7,11 @@ from importlib import metadata
 import pytest
 from google.protobuf import descriptor
 
-from octavo.protos import common_pb2, coordinator_pb2, generate, worker_pb2
+from octavo.protos import common_pb2, coordinator_pb2, generate, recording_pb2, worker_pb2
 
 FILES = {
-    module.DESCRIPTOR.name.rsplit("/", 1)[1]: module for module in (common_pb2, worker_pb2, coordinator_pb2)
+    module.DESCRIPTOR.name.rsplit("/", 1)[1]: module
+    for module in (common_pb2, worker_pb2, coordinator_pb2, recording_pb2)
 }
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Admitted
+from octavo.scheduler.load import Load
 from octavo.scheduler.router import ROUTER_POLICIES, SCORES_MAX, Router
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.start_time import may_lack_room, predict
 from octavo.scheduler.step_time import StepTimeModel
 
 from .support import Harness, make_request
@@ -167,3 +170,47 @@ def test_what_is_queued_is_promised_to_those_who_come_behind():
         make_request("c", range(100), max_tokens=2), {name: h.scheduler for name, h in fleet.items()}, 0.0
     )
     assert all(score.expected_tokens == 0 for score in events[0].scores)
+
+
+def loads_of(**columns: list[float]) -> np.ndarray:
+    """[workers, columns] of `Load`: four branches decode on each and hold all of 100 blocks, unless said otherwise."""
+    defaults = {
+        "RUNNING_BRANCHES": 4,
+        "USED_BLOCKS": 100,
+        "EXCLUSIVE_BLOCKS": 100,
+        "MEAN_OUTPUT_TOKENS": 50,
+        "NUM_BLOCKS": 100,
+        "BLOCK_SIZE": 4,
+        "BUDGET_TOKENS": 64,
+        "MAX_BRANCHES": 16,
+        "FIXED_SECONDS": 0.01,
+        "TOKEN_SECONDS": 1e-4,
+        "ROW_SECONDS": 1e-4,
+        "CONTEXT_SECONDS": 1e-6,
+    }
+    num = len(next(iter(columns.values())))
+    loads = np.zeros((num, len(Load)))
+    for name, value in {**defaults, **columns}.items():
+        loads[:, Load[name]] = value
+    return loads
+
+
+def test_branches_that_share_a_prefix_each_read_it():
+    loads = loads_of(CONTEXT_TOKENS=[400, 4000], NUM_BLOCKS=[1000, 1000])
+    zero = np.zeros(2)
+    alone, shared = predict(loads, 64, zero, zero, zero).ttft
+    steps = 2  # 64 tokens beside four decodes
+    assert shared - alone == pytest.approx(steps * 3600 * 1e-6)
+
+
+def test_room_comes_from_what_is_shared_with_nobody_and_goes_to_what_is_not_there():
+    zero = np.zeros(2)
+    few, all_own = predict(loads_of(EXCLUSIVE_BLOCKS=[10, 100]), 64, zero, zero, zero).ttft
+    assert few > 5 * all_own
+    held = np.full(2, 15.0)
+    loads = loads_of(EXCLUSIVE_BLOCKS=[100, 100])
+    assert may_lack_room(loads, 64).all()
+    in_use, free = predict(loads, 64, held, zero, np.array([15.0, 0.0])).ttft
+    assert in_use < free
+    idle = loads_of(RUNNING_BRANCHES=[0, 0], USED_BLOCKS=[0, 0], EXCLUSIVE_BLOCKS=[0, 0])
+    assert predict(idle, 500, zero, zero, zero).ttft.max() < 1.0, "nobody has to end first"

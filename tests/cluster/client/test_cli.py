@@ -143,6 +143,25 @@ def test_serve_hands_every_option_over(octavo, fake_service):
     assert (config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization) == (8, 500, 0.5)
 
 
+def test_serve_reads_file_and_environment(octavo, fake_service, tmp_path, monkeypatch):
+    file = tmp_path / "octavo.yaml"
+    file.write_text("num_workers: 3\nport: 81\nprefix_cache: false\ngrace_seconds: 2\n")
+    monkeypatch.setenv("OCTAVO_PORT", "82")
+    monkeypatch.setenv("OCTAVO_BLOCKSIZE", "32")
+    signal_when_started(fake_service, signal.SIGTERM)
+    done = octavo("serve", "--config", str(file), "--prefix-cache")
+    assert done.exit_code == 0, done.output
+    assert "did you mean OCTAVO_BLOCK_SIZE?" in done.stderr
+    config = fake_service.made[0].config
+    assert (config.num_workers, config.port, config.prefix_cache) == (3, 82, True)
+    assert fake_service.made[0].calls == ["start", "stop 2"]
+    file.write_text("num_workers: none\n")
+    done = octavo("serve", "--config", str(file), "--json")
+    assert done.exit_code == 2
+    assert f"num_workers must be an integer, got 'none' (from num_workers in {file})" in done.stderr
+    assert orjson.loads(done.stdout)["error"]["param"] == "num_workers"
+
+
 def test_serve_listens_on_loopback_unless_told(octavo, fake_service):
     signal_when_started(fake_service, signal.SIGTERM)
     octavo("serve")

@@ -130,6 +130,9 @@ class ScriptedBackend:
     async def stats(self) -> dict[str, Any]:
         return self.counts
 
+    async def live(self) -> dict[str, Any]:
+        return {**self.counts, "workers": [], "requests": []}
+
 
 def failing(delta_error: str, name: str) -> Callable[[Request], AsyncIterator[OutputDelta]]:
     """A `submit` whose request gives one token and then the error that a delta carries."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from octavo.cluster.openai import calls
 from octavo.protos.types import Request
 
 from .conftest import HELLO, MODEL, Api, ScriptedBackend, error_of
@@ -101,6 +103,7 @@ def test_d15_d16_numbers_that_json_does_not_have(api: Api, text: str) -> None:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a", 1]}, "stop"),
@@ -445,3 +448,20 @@ def test_a_requests_timeline_goes_by_its_internal_id(api: Api) -> None:
     assert told.status_code == 200
     assert told.json()["object"] == "request.timeline"
     error_of(api.get("/v1/requests/cmpl-nobody"), 404, "request_id")
+
+
+def test_a_timeout_counts_from_the_calls_arrival(
+    api: Api, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tokenising takes of it, others' prompts before this one included, is gone."""
+    prompt_of = calls.chat_prompt
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await prompt_of(*arguments)
+
+    monkeypatch.setattr(calls, "chat_prompt", slow)
+    assert error_of(api.chat(timeout=0.1), 504)["code"] == "deadline_exceeded"
+    assert backend.submitted == []
+    assert api.chat(timeout=30).status_code == 200
+    assert 25 < (backend.submitted[0].timeout_seconds or 0.0) <= 29.8
