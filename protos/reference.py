@@ -22,8 +22,8 @@ from octavo.protos.generate import IMPORT_PREFIX, PROTO_FOLDER, proto_names
 _HEAD = """# Messages
 
 What coordinator, workers and ingresses say to each other, and what a recording holds. Made from `protos/*.proto` by
-`python -m octavo.protos.reference`; a test keeps it true. Token ids, block tables and rows travel as little-endian int32
-in `bytes` fields, whose shape stands in brackets.
+`python -m octavo.protos.reference`; a test keeps it true. Token ids, block tables and rows travel as little-endian
+int32 in `bytes` fields, whose shape stands in brackets.
 """
 _TYPES = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 _MESSAGE, _SERVICE, _ENUM, _FIELD, _METHOD, _VALUE = 4, 6, 5, 2, 2, 2
@@ -63,7 +63,8 @@ def _file(file: FileDescriptorProto) -> Iterator[str]:
     name = file.name.rsplit("/", 1)[1]
     yield f"## {name}\n"
     for number, service in enumerate(file.service):
-        yield f"### {service.name}\n\n{said.get((_SERVICE, number), '')}\n\n| call | takes | gives | |\n|---|---|---|---|"
+        yield f"### {service.name}\n\n{said.get((_SERVICE, number), '')}\n"
+        yield "| call | takes | gives | |\n|---|---|---|---|"
         for at, method in enumerate(service.method):
             takes = ("stream of " if method.client_streaming else "") + _short(method.input_type)
             gives = ("stream of " if method.server_streaming else "") + _short(method.output_type)
