@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from octavo.cluster.advice import Advice
 from octavo.cluster.forking import TokensSoFar
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 
@@ -78,6 +79,13 @@ class Backend(Protocol):
         """Where one branch of an unfinished request stands, whoever submitted it.
 
         Raises as `forking.parent_of`.
+        """
+        ...
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Make ready what an output must match, wherever it may run, so that no step waits for it.
+
+        Raises `InvalidRequestError` saying what is wrong with it.
         """
         ...
 

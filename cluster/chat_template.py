@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -73,8 +74,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            """Whether it shows tools to the model."""
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
 
@@ -84,8 +88,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of `messages`, whose contents are strings.
+        """The prompt text of `messages`, whose contents are strings; `tools` as OpenAI's API has them.
 
         Raises `InvalidRequestError` (param "messages") when the template refuses or cannot render them.
         """
@@ -94,7 +99,7 @@ class ChatTemplate:
             return self._template.render(
                 **{name: value for name, value in variables.items() if name not in RESERVED_NAMES},
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )

@@ -16,6 +16,7 @@ import orjson
 
 from octavo.cluster.outputs import CompletionOutput, RequestOutput
 from octavo.protos import errors
+from octavo.protos.structured_output import OutputKind
 from octavo.protos.types import RequestMetrics, SamplingParams, TokenLogprobs
 
 ChatMessage = Mapping[str, Any]
@@ -165,7 +166,16 @@ def build_fork(
     return Call(FORK, body)
 
 
-_SPECIAL_FIELDS = frozenset({"max_tokens", "temperature", "logprobs", "logit_bias", "stop", "stop_token_ids"})
+_SPECIAL_FIELDS = frozenset(
+    {"max_tokens", "temperature", "logprobs", "logit_bias", "stop", "stop_token_ids", "structured_output"}
+)
+_STRUCTURED_FIELDS = {
+    OutputKind.JSON_SCHEMA: "json",
+    OutputKind.JSON_OBJECT: "json_object",
+    OutputKind.REGEX: "regex",
+    OutputKind.CHOICE: "choice",
+    OutputKind.GRAMMAR: "grammar",
+}
 
 
 def _params_body(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
@@ -183,6 +193,8 @@ def _params_body(params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         body["stop_token_ids"] = list(params.stop_token_ids)
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if (wanted := params.structured_output) is not None:
+        body["structured_outputs"] = {_STRUCTURED_FIELDS[wanted.kind]: wanted.value}
     if params.logprobs is not None:
         body["logprobs"] = True if chat else params.logprobs
         if chat:
@@ -204,6 +216,7 @@ def parse_output(prompt: Prompt | None, reply: Any, *, seconds: float) -> Reques
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=tuple(ids),
             outputs=tuple(_parse_choice(choice) for choice in choices),
+            prompt_logprobs=_parse_prompt_logprobs(reply, choices, ids),
             metrics=_parse_metrics(reply, seconds),
             forked_at=parse_forked_at(reply),
         )
@@ -253,6 +266,25 @@ def _parse_logprobs(block: Mapping[str, Any] | None) -> tuple[TokenLogprobs | No
         None if logprob is None else TokenLogprobs(logprob, tuple(ids), tuple(values))
         for logprob, ids, values in zip(chosen, top_ids, tops, strict=True)
     )
+
+
+def _parse_prompt_logprobs(
+    reply: Mapping[str, Any], choices: Sequence[Mapping[str, Any]], ids: Sequence[int]
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """vLLM's shape: an object a token, whose likeliest have a rank; completions have it in their choices."""
+    told = reply.get("prompt_logprobs") or (choices[0].get("prompt_logprobs") if choices else None)
+    if told is None or len(told) != len(ids):
+        return None
+    found: list[TokenLogprobs | None] = []
+    for token, entry in zip(ids, told, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
+        likeliest = sorted((one["rank"], int(key)) for key, one in entry.items() if one.get("rank"))
+        top_ids = tuple(key for _, key in likeliest)
+        top_logprobs = tuple(entry[str(key)]["logprob"] for key in top_ids)
+        found.append(TokenLogprobs(entry[str(token)]["logprob"], top_ids, top_logprobs))
+    return tuple(found)
 
 
 def _parse_metrics(reply: Mapping[str, Any], seconds: float) -> RequestMetrics:

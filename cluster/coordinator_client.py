@@ -33,6 +33,7 @@ from octavo.protos.errors import (
     ProtocolError,
     UnavailableError,
 )
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,17 @@ class GrpcBackend:
             use_prefix_cache=not response.uncached,
         )
 
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """See `Backend.compile_grammar`. Raises `UnavailableError` while the coordinator cannot be asked."""
+        await self._stream()
+        response = await self._ask(
+            "CompileGrammar",
+            coordinator_pb2.CompileGrammarRequest(structured_output=codec.encode_structured_output(wanted)),
+            wire.COMPILE_DEADLINE_SECONDS,
+        )
+        if response.HasField("error"):
+            raise codec.decode_error(response.error)
+
     async def timeline(self, request_id: str) -> dict[str, Any]:
         """See `Backend.timeline`. Raises `UnavailableError` while the coordinator cannot be asked."""
         response = await self._ask("GetTimeline", coordinator_pb2.GetTimelineRequest(request_id=request_id))
@@ -200,12 +212,12 @@ class GrpcBackend:
         stats: dict[str, Any] = json.loads(response.stats_json)
         return {**stats, "ingress_wire_bytes": self._wire_bytes.snapshot()}
 
-    async def _ask(self, method: str, request: Any) -> Any:
+    async def _ask(self, method: str, request: Any, deadline_seconds: float | None = None) -> Any:
         if self._stub is None:
             raise UnavailableError("the coordinator cannot be reached")
         try:
             return await getattr(self._stub, method)(
-                request, timeout=self._deadline_seconds, metadata=self._access.metadata
+                request, timeout=deadline_seconds or self._deadline_seconds, metadata=self._access.metadata
             )
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(

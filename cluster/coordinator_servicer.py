@@ -113,8 +113,7 @@ class _Ingress:
             for request_id, error in rejections
         ]
         if deltas:
-            batch = coordinator_pb2.OutputBatch(deltas=map(codec.encode_delta, deltas))
-            messages.append(coordinator_pb2.ServeResponse(outputs=batch))
+            messages.append(coordinator_pb2.ServeResponse(outputs=codec.encode_outputs(deltas)))
         return messages
 
 
@@ -179,6 +178,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.GetLiveRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetLiveResponse:
         return coordinator_pb2.GetLiveResponse(live_json=json.dumps(self._core.live()))
+
+    async def CompileGrammar(
+        self, request: coordinator_pb2.CompileGrammarRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.CompileGrammarResponse:
+        try:
+            await self._core.compile_grammar(codec.decode_structured_output(request.structured_output))
+        except OctavoError as error:
+            return coordinator_pb2.CompileGrammarResponse(error=codec.encode_error(error))
+        return coordinator_pb2.CompileGrammarResponse()
 
     async def GetStats(
         self, request: coordinator_pb2.GetStatsRequest, context: grpc.aio.ServicerContext

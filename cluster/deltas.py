@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.protos.errors import OctavoError, RequestFailedError, revive
-from octavo.protos.types import FinishReason, OutputDelta, RequestMetrics, TokenLogprobs
-from octavo.scheduler.events import Event, Finished, TokensOut
+from octavo.protos.types import FinishReason, OutputDelta, PromptLogprobs, RequestMetrics, TokenLogprobs
+from octavo.scheduler.events import Event, Finished, PromptLogprobsOut, TokensOut
 
 
 class _Branch:
     """Tokens and end of one branch within one batch of events."""
 
-    __slots__ = ("finished", "logprobs", "metrics", "offset", "token_ids")
+    __slots__ = ("finished", "logprobs", "metrics", "offset", "prompt", "token_ids")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -24,19 +24,28 @@ class _Branch:
         self.logprobs: list[TokenLogprobs | None] = []
         self.finished: Finished | None = None
         self.metrics: RequestMetrics | None = None
+        self.prompt: PromptLogprobs | None = None
 
     @classmethod
-    def of(cls, before: TokensOut | None, event: TokensOut | Finished) -> _Branch:
+    def of(cls, before: TokensOut | None, event: TokensOut | Finished | PromptLogprobsOut) -> _Branch:
         """With `before`, and ready to take `event`."""
         if before is not None:
             branch = cls(before.offset)
             branch.take(before)
             return branch
+        if isinstance(event, PromptLogprobsOut):
+            return cls(0)
         return cls(event.num_output_tokens if isinstance(event, Finished) else event.offset)
 
-    def take(self, event: TokensOut | Finished) -> None:
+    def take(self, event: TokensOut | Finished | PromptLogprobsOut) -> None:
         if isinstance(event, Finished):
             self.finished = event
+            return
+        if isinstance(event, PromptLogprobsOut):
+            found, before = event.logprobs, self.prompt
+            self.prompt = (
+                found if before is None else PromptLogprobs(before.start, before.entries + found.entries)
+            )
             return
         self.token_ids += event.token_ids
         self.metrics = self.metrics or event.metrics
@@ -51,8 +60,8 @@ def deltas_of(events: Iterable[Event], error: OctavoError | None = None) -> list
     """
     branches: dict[tuple[str, int], TokensOut | _Branch] = {}
     for event in events:
-        if isinstance(event, (TokensOut, Finished)):
-            key = (event.request_id, event.branch)
+        if isinstance(event, (TokensOut, Finished, PromptLogprobsOut)):
+            key = (event.request_id, 0 if isinstance(event, PromptLogprobsOut) else event.branch)
             found = branches.get(key)
             if found is None and isinstance(event, TokensOut):
                 # Most branches have one event a step and do not end: that event says it all.
@@ -93,6 +102,7 @@ def _delta(request_id: str, branch: int, found: _Branch, error: OctavoError | No
         branch=branch,
         offset=found.offset,
         token_ids=tuple(found.token_ids),
+        prompt_logprobs=found.prompt,
         logprobs=() if all(entry is None for entry in found.logprobs) else tuple(found.logprobs),
         finish_reason=end.reason if end else None,
         request_finished=end is not None and end.request_finished,

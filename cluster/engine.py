@@ -77,6 +77,7 @@ class Engine:
         prefix_cache: bool = True,
         host_tier: bool = True,
         itl_target: float | None = None,
+        guided_backend: str = "xgrammar",
         seed: int = 0,
     ) -> None:
         from octavo.worker.build import build_executor
@@ -100,6 +101,7 @@ class Engine:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
+                guided_backend=guided_backend,
             )
         )
         self.info: WorkerInfo = executor.info
@@ -217,7 +219,7 @@ class Engine:
         forked_at = len(token_ids) - parent.num_prompt_tokens
         if params is None:
             params = params_of_fork(parent.params, forked_at)
-        params.check_vocab(self.model.vocab_size)
+        self._check_params(params)
         fork = self._request(token_ids, params, parent.cache_salt, parent.use_prefix_cache)
         return self._stream(replace(fork, adapter=parent.adapter, fork_of=request_id), forked_at)
 
@@ -251,11 +253,17 @@ class Engine:
             )
         vocab_size = self.model.vocab_size
         for one in each:
-            one.check_vocab(vocab_size)
+            self._check_params(one)
         return [
             self._request(self._prompt_ids(prompt, vocab_size), one, cache_salt, bool(use_prefix_cache))
             for prompt, one in zip(prompts, each, strict=True)
         ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raises `InvalidRequestError` for what the model cannot do. What an output must match is ready then."""
+        params.check_vocab(self.model.vocab_size)
+        if params.structured_output is not None:
+            self.loop.compile_grammar(params.structured_output).result()
 
     def _prompt_ids(self, prompt: Prompt, vocab_size: int) -> Int32Array:
         if isinstance(prompt, str):

@@ -13,6 +13,7 @@ from octavo.cluster.backend import HealthReport, HealthStatus
 from octavo.cluster.engine_loop import EngineLoop
 from octavo.cluster.forking import TokensSoFar
 from octavo.cluster.live import told_of
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import ModelInfo, OutputDelta, Request
 
 WORKER_ID = "engine"
@@ -48,6 +49,10 @@ class EngineBackend:
     async def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """See `Backend.tokens`."""
         return TokensSoFar.of(*self._loop.parent_of(request_id, branch))
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """See `Backend.compile_grammar`."""
+        await asyncio.wrap_future(self._loop.compile_grammar(wanted))
 
     def stop_branch(self, request_id: str, branch: int) -> None:
         """See `Backend.stop_branch`."""

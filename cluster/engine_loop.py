@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from octavo.cluster.deltas import deltas_of
@@ -19,6 +20,7 @@ from octavo.cluster.live import LastSteps, describe_worker
 from octavo.cluster.metrics.meter import WorkerMeter
 from octavo.cluster.timeline import Timelines
 from octavo.protos.errors import OctavoError, RequestFailedError, UnavailableError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import FinishReason, Int32Array, OutputDelta, Request, StepPlan, StepResult
 from octavo.scheduler.events import Event
 from octavo.scheduler.scheduler import Scheduler
@@ -38,6 +40,8 @@ class StepExecutor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def check_integrity(self) -> None: ...
+
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]: ...
 
 
 class EngineLoop:
@@ -74,6 +78,10 @@ class EngineLoop:
             self._observe(self._scheduler.add(request, self._clock()))
             self._sinks[request.request_id] = sink
             self._work.notify()
+
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]:
+        """Make ready what an output must match, beside the steps. The future raises what is wrong with it."""
+        return self._executor.compile_grammar(wanted)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request; its sink gets the last delta. Ids that have ended are ignored."""

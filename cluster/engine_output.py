@@ -142,6 +142,7 @@ class Collector:
         self._branches = [_Branch(BranchText(tokenizer, request.params)) for _ in range(count)]
         self._metrics = RequestMetrics()
         self._error: tuple[str, str] | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +151,8 @@ class Collector:
     def take(self, delta: OutputDelta) -> None:
         """A sink of `EngineLoop.submit`."""
         branch = self._branches[delta.branch]
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs += delta.prompt_logprobs.after(len(self._prompt_logprobs))
         if delta.error is not None:
             self._error = (delta.error_name or "RequestFailedError", delta.error)
         elif branch.reason is None:
@@ -188,6 +191,7 @@ class Collector:
             outputs=tuple(
                 branch.output(index, params.logprobs is not None) for index, branch in enumerate(branches)
             ),
+            prompt_logprobs=None if params.prompt_logprobs is None else (None, *self._prompt_logprobs),
             metrics=self._metrics,
         )
 

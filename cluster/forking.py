@@ -64,7 +64,14 @@ def parent_of(scheduler: Scheduler, request_id: str, branch: int) -> tuple[Reque
 
 def params_of_fork(parent: SamplingParams, num_output_tokens: int) -> SamplingParams:
     """The parent's parameters for one branch that goes on from its first `num_output_tokens` outputs: the same limits
-    for both together, and no seed, because the parent's would sample the parent's own tokens again."""
+    for both together, and no seed, because the parent's would sample the parent's own tokens again.
+
+    Raises `InvalidRequestError` where the output must match something, which no half of it does."""
+    if parent.structured_output is not None:
+        raise InvalidRequestError(
+            "a request with structured output can be forked only with params that say what comes after the fork",
+            param="params",
+        )
     left = None if parent.max_tokens is None else max(1, parent.max_tokens - num_output_tokens)
     return replace(
         parent,

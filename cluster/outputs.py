@@ -40,6 +40,8 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     """Over HTTP, empty when the server does not know `return_token_ids`."""
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each prompt token, None for the first, when `SamplingParams.prompt_logprobs` asked for them."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     forked_at: int | None = None
     """Of a fork: output tokens of its parent that the prompt ends with."""

@@ -18,12 +18,20 @@ from pydantic.fields import FieldInfo
 
 from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
+from octavo.cluster.openai.tool_parsers import TOOL_PARSERS
 from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy
-from octavo.worker.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
+from octavo.worker.config import (
+    DEVICES,
+    DTYPES,
+    GUIDED_BACKENDS,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    WorkerConfig,
+)
 from octavo.worker.model_cache import cache_root
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -82,6 +90,15 @@ class ServiceConfig(BaseModel):
     )
     max_model_len: int | None = _option(
         None, "Model", "Most tokens of prompt and answer together. Unset: the model's limit."
+    )
+    guided_backend: str = _option(
+        _WORKER.guided_backend, "Model", f"What compiles structured output: {_either(*GUIDED_BACKENDS)}."
+    )
+    tool_call_parser: str = _option(
+        _HTTP.tool_call_parser,
+        "Model",
+        f"How the model writes calls of tools: {_either('auto', *TOOL_PARSERS)}; `auto` is what its chat template "
+        "shows.",
     )
 
     num_workers: int = _option(1, "Machines", "Worker processes, one device each.", flag="--workers")
@@ -240,6 +257,13 @@ class ServiceConfig(BaseModel):
     tls_key: str | None = _option(None, "Security", "Its private key.")
     tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
 
+    otlp_endpoint: str | None = _option(
+        None,
+        "Traces",
+        "Where an OpenTelemetry collector takes traces over HTTP, such as http://127.0.0.1:4318/v1/traces; one span "
+        "tree a request. Needs the extra `otel`. Unset: no traces.",
+    )
+
     def __init__(self, **options: Any) -> None:
         # A file's lists are the tuples of a frozen model.
         options = {
@@ -302,6 +326,7 @@ class ServiceConfig(BaseModel):
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 allow_high_gpu_memory_utilization=self.allow_high_gpu_memory_utilization,
+                guided_backend=self.guided_backend,
                 num_threads=self.threads_per_worker or max(1, cores // most),
             )
             for number in range(count or self.num_workers)
@@ -360,6 +385,7 @@ class ServiceConfig(BaseModel):
             api_keys=self.api_keys,
             cors_origins=self.cors_origins,
             jobs_dir=jobs_dir or None,
+            tool_call_parser=self.tool_call_parser,
             live_page=self.host in LOOPBACK if self.ui is None else self.ui,
             **{name: getattr(self, name) for name in _HTTP_LIMITS},
         )

@@ -9,52 +9,21 @@ run into U+FFFD, which no stream could know in advance).
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tokenizers
-from tokenizers import AddedToken
-
 from octavo.cluster.chat_template import ChatTemplate
-from octavo.cluster.token_bytes import BytePieces, byte_pieces
-from octavo.protos.errors import InvalidRequestError, ModelLoadError
+from octavo.protos.errors import InvalidRequestError
+from octavo.worker.token_bytes import BytePieces, byte_pieces
+from octavo.worker.tokenizer_files import read_json_object, read_tokenizer
 
 Result = TypeVar("Result")
 
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 NUM_THREADS_MAX = 4
 """Encoding runs outside the GIL, but more threads than this take cores from the model on one machine."""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} does not hold a JSON object")
-    return value
-
-
-def _content(token: Any) -> str | None:
-    """The text of a special token, which the files give as a string or as a mapping with flags."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
 
 
 class Tokenizer:
@@ -63,62 +32,22 @@ class Tokenizer:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Reads `tokenizer.json` and what stands beside it in `folder`. Raises `ModelLoadError` naming the path."""
         self.folder = Path(folder)
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelLoadError(f"{path} does not exist; Octavo needs a tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-        except Exception as error:  # the library raises bare Exception
-            raise ModelLoadError(f"{path} is not a tokenizer: {error}") from error
-        # Files may carry the padding and truncation of somebody's training run.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-
-        config = _read_json(self.folder / "tokenizer_config.json")
-        self.special_tokens: dict[str, str] = self._read_special_tokens(config)
+        files = read_tokenizer(self.folder)
+        self._tokenizer = files.tokenizer
+        self.special_tokens = files.special_tokens
         """Named special tokens, "bos_token" and so on, as the chat template sees them."""
-        self._add_missing_tokens(config)
-        # What stands around a text (BOS, EOS) is tokenizer.json's to say; where that file exists, the add_bos_token
-        # and add_eos_token of the configuration are remains of the slow tokenizer, and transformers skips them too.
-        self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
-
-        self.special_ids: frozenset[int] = frozenset(
-            index for index, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self.special_ids = files.special_ids
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids the tokenizer knows; the model's own vocabulary may be padded beyond."""
         self.eos_token_ids: tuple[int, ...] = self._read_eos_ids()
         self.pieces: BytePieces | None = byte_pieces(self._tokenizer)
         """Exact bytes of every token; None for the rare decoder that does not work token by token."""
-        source = self._read_chat_template(config)
+        source = self._read_chat_template(files.config)
         self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
         self._pool = ThreadPoolExecutor(
             max_workers=min(NUM_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix="tokenizer"
         )
         self._max_piece_bytes: int | None = None
-
-    def _read_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
-        found = dict(config)
-        if "added_tokens_decoder" not in config:
-            found.update(_read_json(self.folder / "special_tokens_map.json"))
-        return {name: text for name in SPECIAL_TOKEN_NAMES if (text := _content(found.get(name))) is not None}
-
-    def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
-        """Tokens that only the configuration names, and the special flag of those it calls special."""
-        known = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        listed = config.get("added_tokens_decoder") or {}
-        for _, flags in sorted(listed.items(), key=lambda item: int(item[0])):
-            if flags["content"] not in known:
-                self._tokenizer.add_tokens([AddedToken(**flags)])
-                known[flags["content"]] = AddedToken(**flags)
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        named = [
-            *self.special_tokens.values(),
-            *map(_content, extra.values() if isinstance(extra, dict) else extra),
-        ]
-        for text in named:
-            if text is not None and not (text in known and known[text].special):
-                self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
     def _read_eos_ids(self) -> tuple[int, ...]:
         """The configured end-of-sequence token, then those that generation_config.json adds."""
@@ -126,7 +55,7 @@ class Tokenizer:
         if (text := self.special_tokens.get("eos_token")) is not None:
             index = self._tokenizer.token_to_id(text)
             ids += [index] if index is not None else []
-        more = _read_json(self.folder / "generation_config.json").get("eos_token_id") or []
+        more = read_json_object(self.folder / "generation_config.json").get("eos_token_id") or []
         ids += [index for index in (more if isinstance(more, list) else [more]) if isinstance(index, int)]
         return tuple(dict.fromkeys(ids))
 
@@ -159,8 +88,10 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of `messages`, whose contents are strings; `kwargs` are extra template variables.
+        """The prompt text of `messages`, whose contents are strings; `kwargs` are extra template variables, `tools`
+        those that the model may call.
 
         Raises `InvalidRequestError` when the model has no chat template or its template refuses them.
         """
@@ -168,7 +99,9 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs, tools=tools
+        )
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """`work()` in the thread pool: what keeps tokenising and rendering off the event loop."""

@@ -19,6 +19,7 @@ from octavo.cluster.metrics.wire_bytes import WireBytes
 from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,9 @@ class WorkerClient:
         self._results: deque[StepResult] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = access.channel(address, keepalive_seconds)
-        self._call = worker_pb2_grpc.WorkerServiceStub(self.wire_bytes.channel(self._channel)).Step(
-            self._commands(), metadata=access.metadata
-        )
+        self._metadata = access.metadata
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self.wire_bytes.channel(self._channel))
+        self._call = self._stub.Step(self._commands(), metadata=self._metadata)
 
     @classmethod
     async def connect(
@@ -151,6 +152,19 @@ class WorkerClient:
         assert self._num_in_flight < wire.PLANS_IN_FLIGHT_MAX
         self._num_in_flight += 1
         self._outgoing.put_nowait(worker_pb2.StepRequest(plan=codec.encode_plan(plan)))
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Have the worker make `wanted` ready. Raises `InvalidRequestError` saying what is wrong with it, and
+        `WorkerLostError` when there is no answer."""
+        request = worker_pb2.CompileGrammarRequest(structured_output=codec.encode_structured_output(wanted))
+        try:
+            response = await self._stub.CompileGrammar(
+                request, timeout=wire.COMPILE_DEADLINE_SECONDS, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _from_status(self.address, error) from None
+        if response.HasField("error"):
+            raise codec.decode_error(response.error)
 
     def take_results(self) -> list[StepResult]:
         """Results that arrived since the last call, in order of their plans."""

@@ -21,6 +21,7 @@ from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import wire
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, RequestFailedError, WorkerLostError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import OutputDelta, StepPlan, WorkerInfo
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import Event
@@ -164,6 +165,11 @@ class WorkerLink:
     def tokens(self, request_id: str, branch: int) -> TokensSoFar:
         """Raises as `forking.parent_of`."""
         return TokensSoFar.of(*parent_of(self.scheduler, request_id, branch))
+
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """See `WorkerClient.compile_grammar`."""
+        assert self._client is not None
+        await self._client.compile_grammar(wanted)
 
     async def run(self) -> OctavoError:
         """Attach and serve. Returns why it ended; raises only when cancelled."""

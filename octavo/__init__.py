@@ -10,15 +10,17 @@ from octavo._version import __version__
 if TYPE_CHECKING:
     from octavo.cluster.client import AsyncClient, Client
     from octavo.cluster.engine import Engine
+    from octavo.protos.structured_output import StructuredOutput
     from octavo.protos.types import SamplingParams
 
-__all__ = ["AsyncClient", "Client", "Engine", "SamplingParams", "__version__"]
+__all__ = ["AsyncClient", "Client", "Engine", "SamplingParams", "StructuredOutput", "__version__"]
 
 _HOME = {
     "AsyncClient": "octavo.cluster.client",
     "Client": "octavo.cluster.client",
     "Engine": "octavo.cluster.engine",
     "SamplingParams": "octavo.protos.types",
+    "StructuredOutput": "octavo.protos.structured_output",
 }
 
 

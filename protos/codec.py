@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from octavo.protos import common_pb2, coordinator_pb2, worker_pb2
 from octavo.protos.errors import OctavoError, OverloadedError, ProtocolError, revive
+from octavo.protos.structured_output import OutputKind, StructuredOutput
 from octavo.protos.types import (
     BranchSoFar,
     CachedPrefix,
@@ -24,6 +25,7 @@ from octavo.protos.types import (
     ModelInfo,
     NewSequence,
     OutputDelta,
+    PromptLogprobs,
     Request,
     RequestMetrics,
     Resume,
@@ -52,6 +54,15 @@ _EARLY_STOPPING: dict[bool | str, common_pb2.EarlyStopping] = {
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 _EARLY_STOPPING_FROM_WIRE = {wire: value for value, wire in _EARLY_STOPPING.items()}
+
+_OUTPUT_KIND = {
+    OutputKind.JSON_SCHEMA: common_pb2.OUTPUT_KIND_JSON_SCHEMA,
+    OutputKind.JSON_OBJECT: common_pb2.OUTPUT_KIND_JSON_OBJECT,
+    OutputKind.REGEX: common_pb2.OUTPUT_KIND_REGEX,
+    OutputKind.CHOICE: common_pb2.OUTPUT_KIND_CHOICE,
+    OutputKind.GRAMMAR: common_pb2.OUTPUT_KIND_GRAMMAR,
+}
+_OUTPUT_KIND_FROM_WIRE = {wire: kind for kind, wire in _OUTPUT_KIND.items()}
 
 
 # Arrays
@@ -105,6 +116,17 @@ def decode_error(message: common_pb2.ErrorDetail) -> OctavoError:
 # Requests
 
 
+def encode_structured_output(wanted: StructuredOutput) -> common_pb2.StructuredOutput:
+    return common_pb2.StructuredOutput(kind=_OUTPUT_KIND[wanted.kind], text=wanted.text)
+
+
+def decode_structured_output(message: common_pb2.StructuredOutput) -> StructuredOutput:
+    kind = _OUTPUT_KIND_FROM_WIRE.get(message.kind)
+    if kind is None:
+        raise ProtocolError(f"structured output of an unknown kind {message.kind}")
+    return StructuredOutput(kind, message.text)
+
+
 def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(
         n=params.n,
@@ -124,11 +146,15 @@ def encode_params(params: SamplingParams) -> common_pb2.SamplingParams:
         include_stop_str_in_output=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         skip_special_tokens=params.skip_special_tokens,
         best_of=params.best_of,
         beam_width=params.beam_width,
         length_penalty=params.length_penalty,
         early_stopping=_EARLY_STOPPING[params.early_stopping],
+        structured_output=encode_structured_output(params.structured_output)
+        if params.structured_output is not None
+        else None,
     )
 
 
@@ -151,11 +177,15 @@ def decode_params(message: common_pb2.SamplingParams) -> SamplingParams:
         include_stop_str_in_output=message.include_stop_str_in_output,
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         skip_special_tokens=message.skip_special_tokens,
         best_of=message.best_of if message.HasField("best_of") else None,
         beam_width=message.beam_width if message.HasField("beam_width") else None,
         length_penalty=message.length_penalty,
         early_stopping=_EARLY_STOPPING_FROM_WIRE.get(message.early_stopping, False),
+        structured_output=decode_structured_output(message.structured_output)
+        if message.HasField("structured_output")
+        else None,
     )
 
 
@@ -359,12 +389,27 @@ def decode_logprobs(message: common_pb2.TokenLogprobs) -> tuple[TokenLogprobs | 
     return tuple(next(given) if flag else None for flag in present.tolist())
 
 
+def encode_prompt_logprobs(found: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    return common_pb2.PromptLogprobs(start=found.start, logprobs=encode_logprobs(found.entries))
+
+
+def decode_prompt_logprobs(message: common_pb2.PromptLogprobs) -> PromptLogprobs:
+    entries = [entry for entry in decode_logprobs(message.logprobs) if entry is not None]
+    if message.start < 1 or len(entries) != len(message.logprobs.present):
+        raise ProtocolError("log-probabilities of a prompt begin before its second token, or have gaps")
+    return PromptLogprobs(message.start, tuple(entries))
+
+
 def encode_result(result: StepResult) -> worker_pb2.StepResult:
     return worker_pb2.StepResult(
         step_id=result.step_id,
         epoch=result.epoch,
         token_ids=encode_ints(result.token_ids),
         logprobs=encode_logprobs(result.logprobs),
+        prompt_logprobs=(
+            worker_pb2.RowPrompt(row_index=index, logprobs=encode_prompt_logprobs(found))
+            for index, found in result.prompt_logprobs
+        ),
         row_errors=(
             worker_pb2.RowError(sample_index=index, message=text) for index, text in result.row_errors
         ),
@@ -385,6 +430,9 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
         epoch=message.epoch,
         token_ids=token_ids,
         logprobs=logprobs,
+        prompt_logprobs=tuple(
+            (row.row_index, decode_prompt_logprobs(row.logprobs)) for row in message.prompt_logprobs
+        ),
         row_errors=tuple((error.sample_index, error.message) for error in message.row_errors),
         step_seconds=message.step_seconds,
         parts_seconds=dict(message.parts_seconds),
@@ -394,20 +442,36 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 # Outputs
 
 
-def encode_delta(delta: OutputDelta) -> coordinator_pb2.OutputDelta:
-    return coordinator_pb2.OutputDelta(
-        request_id=delta.request_id,
-        branch=delta.branch,
-        offset=delta.offset,
-        token_ids=encode_ints(delta.token_ids),
-        logprobs=encode_logprobs(delta.logprobs),
-        finish_reason=_REASON_TO_WIRE[delta.finish_reason] if delta.finish_reason else None,
-        request_finished=delta.request_finished,
-        error=delta.error,
-        error_name=delta.error_name,
-        metrics=_encode_metrics(delta.metrics) if delta.metrics else None,
-        score=delta.score,
-    )
+def encode_outputs(deltas: Iterable[OutputDelta]) -> coordinator_pb2.OutputBatch:
+    """As one message. Made in place and with what is set alone: this is most of what an output token costs here."""
+    batch = coordinator_pb2.OutputBatch()
+    add = batch.deltas.add
+    for delta in deltas:
+        add(**_delta_fields(delta))
+    return batch
+
+
+def _delta_fields(delta: OutputDelta) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "request_id": delta.request_id,
+        "branch": delta.branch,
+        "offset": delta.offset,
+        "token_ids": encode_ints(delta.token_ids),
+        "error": delta.error,
+        "error_name": delta.error_name,
+        "score": delta.score,
+    }
+    if delta.logprobs:
+        fields["logprobs"] = encode_logprobs(delta.logprobs)
+    if delta.prompt_logprobs:
+        fields["prompt_logprobs"] = encode_prompt_logprobs(delta.prompt_logprobs)
+    if delta.finish_reason:
+        fields["finish_reason"] = _REASON_TO_WIRE[delta.finish_reason]
+    if delta.request_finished:
+        fields["request_finished"] = True
+    if delta.metrics:
+        fields["metrics"] = _encode_metrics(delta.metrics)
+    return fields
 
 
 def decode_delta(message: coordinator_pb2.OutputDelta) -> OutputDelta:
@@ -421,6 +485,9 @@ def decode_delta(message: coordinator_pb2.OutputDelta) -> OutputDelta:
         offset=message.offset,
         token_ids=tuple(token_ids.tolist()),
         logprobs=logprobs,
+        prompt_logprobs=decode_prompt_logprobs(message.prompt_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
         finish_reason=_decode_reason(message.finish_reason),
         request_finished=message.request_finished,
         error=message.error if message.HasField("error") else None,

@@ -23,6 +23,18 @@ HEALTH_STATUS_DEGRADED: HealthStatus
 HEALTH_STATUS_DRAINING: HealthStatus
 HEALTH_STATUS_DEAD: HealthStatus
 
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("structured_output",)
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    structured_output: _common_pb2.StructuredOutput
+    def __init__(self, structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.ErrorDetail
+    def __init__(self, error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submit", "abort", "resume")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -98,7 +110,7 @@ class OutputBatch(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[OutputDelta, _Mapping]]] = ...) -> None: ...
 
 class OutputDelta(_message.Message):
-    __slots__ = ("request_id", "branch", "offset", "token_ids", "logprobs", "finish_reason", "request_finished", "error", "error_name", "metrics", "score")
+    __slots__ = ("request_id", "branch", "offset", "token_ids", "logprobs", "finish_reason", "request_finished", "error", "error_name", "metrics", "score", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +122,7 @@ class OutputDelta(_message.Message):
     ERROR_NAME_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     branch: int
     offset: int
@@ -121,7 +134,8 @@ class OutputDelta(_message.Message):
     error_name: str
     metrics: RequestMetrics
     score: float
-    def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., request_finished: _Optional[bool] = ..., error: _Optional[str] = ..., error_name: _Optional[str] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., branch: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., request_finished: _Optional[bool] = ..., error: _Optional[str] = ..., error_name: _Optional[str] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ..., score: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
     __slots__ = ("cached_tokens", "num_preemptions", "queue_seconds", "ttft_seconds", "total_seconds", "recomputed_tokens")

@@ -55,6 +55,11 @@ class CoordinatorServiceStub:
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.SerializeToString,
                 response_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.FromString,
                 _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/octavo.coordinator.v1.CoordinatorService/CompileGrammar',
+                request_serializer=octavo_dot_protos_dot_coordinator__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=octavo_dot_protos_dot_coordinator__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/octavo.coordinator.v1.CoordinatorService/GetStats',
                 request_serializer=octavo_dot_protos_dot_coordinator__pb2.GetStatsRequest.SerializeToString,
@@ -101,6 +106,13 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompileGrammar(self, request, context):
+        """Makes ready, on every worker, what outputs must match; says what is wrong with it before any request has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counts and gauges of the whole system.
         """
@@ -137,6 +149,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetLive,
                     request_deserializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.FromString,
                     response_serializer=octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=octavo_dot_protos_dot_coordinator__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=octavo_dot_protos_dot_coordinator__pb2.CompileGrammarResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -258,6 +275,33 @@ class CoordinatorService:
             '/octavo.coordinator.v1.CoordinatorService/GetLive',
             octavo_dot_protos_dot_coordinator__pb2.GetLiveRequest.SerializeToString,
             octavo_dot_protos_dot_coordinator__pb2.GetLiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.coordinator.v1.CoordinatorService/CompileGrammar',
+            octavo_dot_protos_dot_coordinator__pb2.CompileGrammarRequest.SerializeToString,
+            octavo_dot_protos_dot_coordinator__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

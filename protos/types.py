@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.protos.errors import InvalidRequestError
+from octavo.protos.errors import IntegrityError, InvalidRequestError
+from octavo.protos.structured_output import StructuredOutput
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -29,6 +30,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_PROMPT_LOGITS = 128
+"""Prompt tokens of one step whose log-probabilities may be asked for: logits of more would not fit beside the others
+of a large vocabulary. Workers reserve memory for so many."""
 MASKED_TOKEN = -1
 """In `StepResult.token_ids`: the row had already ended when this plan, sent ahead, reached the worker."""
 
@@ -103,7 +107,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest, of the raw distribution."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of every prompt token but the first. The prompt is then computed whole, whatever is cached."""
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
+    """What the output must match; the end-of-sequence token comes when it does and may not go on."""
     beam_width: int | None = None
     """Beam search over so many hypotheses, of which the best `n` are returned; None: sampling or greedy."""
     length_penalty: float = 1.0
@@ -141,8 +149,9 @@ class SamplingParams:
             put("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
         put("stop", self._checked_stop(self.stop))
         put("stop_token_ids", self._checked_stop_ids(self.stop_token_ids))
-        if self.logprobs is not None:
-            put("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _flag(name, getattr(self, name))
         put("length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
@@ -153,11 +162,27 @@ class SamplingParams:
             )
         if self.best_of is not None:
             put("best_of", _integer("best_of", self.best_of, self.n, MAX_N))
+        if self.structured_output is not None:
+            self._check_structured_output()
         if self.beam_width is not None:
             self._check_beams()
         elif self.length_penalty != 1.0 or self.early_stopping is not False:
             name = "length_penalty" if self.length_penalty != 1.0 else "early_stopping"
             raise InvalidRequestError(f"{name} means something only with beam_width", param=name)
+
+    def _check_structured_output(self) -> None:
+        """An output that is complete can only end, so nothing may forbid its end."""
+        if not isinstance(self.structured_output, StructuredOutput):
+            raise InvalidRequestError(
+                f"structured_output must be a StructuredOutput, got {self.structured_output!r:.80}",
+                param="structured_output",
+            )
+        for name, neutral in (("ignore_eos", False), ("min_tokens", 0)):
+            if getattr(self, name) != neutral:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with structured output, which ends when it is complete",
+                    param=name,
+                )
 
     def _check_beams(self) -> None:
         """Beam search ranks by the model's own log-probabilities: nothing may bend them, no text can end one."""
@@ -178,6 +203,8 @@ class SamplingParams:
             "repetition_penalty": (1.0,),
             "logit_bias": ({},),
             "stop": ((),),
+            "structured_output": (None,),
+            "prompt_logprobs": (None,),
         }
         for name, values in neutral.items():
             if getattr(self, name) not in values:
@@ -311,6 +338,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """What is cached has no logits."""
+        return self.use_prefix_cache and self.params.prompt_logprobs is None
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end a branch, once `min_tokens` are there."""
         return frozenset((*self.eos_token_ids, *self.params.stop_token_ids))
@@ -434,6 +466,25 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of one prompt."""
+
+    start: int
+    """Position of the first of these tokens; at least 1, since nothing foretells token 0."""
+    entries: tuple[TokenLogprobs, ...]
+
+    def after(self, num_known: int) -> tuple[TokenLogprobs, ...]:
+        """Those of them that are new to who knows the first `num_known` of the prompt, token 1 being the first.
+
+        A prompt that is computed again tells them again. Raises `IntegrityError` for a gap."""
+        if self.start - 1 > num_known:
+            raise IntegrityError(
+                f"log-probabilities of prompt token {self.start} follow those of {num_known}"
+            )
+        return self.entries[num_known - (self.start - 1) :]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
     """What came of one plan, aligned with its `sample_rows`."""
@@ -444,6 +495,8 @@ class StepResult:
     """[K]; `MASKED_TOKEN` where the row had already ended or failed."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """[K], or empty when no row asked."""
+    prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()
+    """(index into the plan's `rows`, what this step has found of the row's prompt), for rows that asked."""
     row_errors: tuple[tuple[int, str], ...] = ()
     """(index into `sample_rows`, message): that branch's request failed; all others are sound."""
     step_seconds: float = 0.0
@@ -525,6 +578,8 @@ class OutputDelta:
     """Output tokens of this branch before these."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the request's prompt, in branch 0, before its first token or with it; maybe more than once."""
     finish_reason: FinishReason | None = None
     request_finished: bool = False
     """All branches have ended; nothing more comes for this request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 ChannelOptions = list[tuple[str, int]]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Goes into every hello. Raised by changes that an older peer would misread."""
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -22,6 +22,8 @@ KEEPALIVE_TIMEOUT_SECONDS = 5.0
 
 RPC_DEADLINE_SECONDS = 5.0
 """Every unary call. Streams have none: heartbeats bound the worker's, keepalive the ingress's."""
+COMPILE_DEADLINE_SECONDS = 30.0
+"""To make ready what outputs must match: seconds for the largest schemas, and others may be before it."""
 CONNECT_DEADLINE_SECONDS = 30.0
 """From opening a stream to its hello. A worker that is taken over finishes the running step first."""
 

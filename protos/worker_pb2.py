@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from octavo.protos import common_pb2 as octavo_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoctavo/protos/worker.proto\x12\x10octavo.worker.v1\x1a\x1aoctavo/protos/common.proto\"p\n\x0bStepRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.octavo.worker.v1.AttachH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.octavo.worker.v1.StepPlanH\x00\x42\t\n\x07\x63ommand\"\xd3\x01\n\x0cStepResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.worker.v1.HelloH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.octavo.worker.v1.StepResultH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.octavo.worker.v1.HeartbeatH\x00\x12.\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"1\n\x06\x41ttach\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xbe\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x04info\x18\x02 \x01(\x0b\x32\x1c.octavo.worker.v1.WorkerInfo\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13plans_in_flight_max\x18\x04 \x01(\r\x12\x37\n\x0f\x63\x61\x63hed_prefixes\x18\x05 \x03(\x0b\x32\x1e.octavo.worker.v1.CachedPrefix\"V\n\x0c\x43\x61\x63hedPrefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x97\x01\n\tHeartbeat\x12\x18\n\x10\x66inished_step_id\x18\x01 \x01(\x04\x12\x17\n\x0frunning_step_id\x18\x02 \x01(\x04\x12\x17\n\x0frunning_seconds\x18\x03 \x01(\x01\x12\x19\n\x11host_memory_bytes\x18\x04 \x01(\x04\x12#\n\x1bhost_memory_available_bytes\x18\x05 \x01(\x04\"\xc1\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x05model\x18\x02 \x01(\x0b\x32\x1b.octavo.common.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\x05\x12\x12\n\nnum_blocks\x18\x06 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x07 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\x05\x12\x1a\n\x12kv_bytes_per_block\x18\t \x01(\x03\x12!\n\x19prefill_tokens_per_second\x18\n \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x0b \x01(\x01\x12\"\n\x1ahost_link_bytes_per_second\x18\x0c \x01(\x01\"\xb5\x01\n\x0bNewSequence\x12\x0b\n\x03row\x18\x01 \x01(\x05\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.octavo.common.v1.Request\x12\x0e\n\x06\x62ranch\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x05\"\xea\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rreleased_rows\x18\x03 \x01(\x0c\x12\x11\n\tswaps_out\x18\x0e \x01(\x0c\x12\x10\n\x08swaps_in\x18\x0f \x01(\x0c\x12\x34\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x1d.octavo.worker.v1.NewSequence\x12\x12\n\nbeam_moves\x18\x10 \x01(\x0c\x12\x15\n\rblock_updates\x18\x05 \x01(\x0c\x12\r\n\x05\x66orks\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_copies\x18\x07 \x01(\x0c\x12\x0c\n\x04rows\x18\x08 \x01(\x0c\x12\x12\n\nnum_tokens\x18\t \x01(\x0c\x12\x17\n\x0fstart_positions\x18\n \x01(\x0c\x12\x13\n\x0bsample_rows\x18\x0b \x01(\x0c\x12\x16\n\x0esample_indices\x18\x0c \x01(\x0c\x12\x14\n\x0csamples_rows\x18\r \x01(\x08\"\xb4\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x31\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1f.octavo.common.v1.TokenLogprobs\x12.\n\nrow_errors\x18\x05 \x03(\x0b\x32\x1a.octavo.worker.v1.RowError\x12\x14\n\x0cstep_seconds\x18\x06 \x01(\x01\x12\x45\n\rparts_seconds\x18\x07 \x03(\x0b\x32..octavo.worker.v1.StepResult.PartsSecondsEntry\x1a\x33\n\x11PartsSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\x08RowError\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2Z\n\rWorkerService\x12I\n\x04Step\x12\x1d.octavo.worker.v1.StepRequest\x1a\x1e.octavo.worker.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoctavo/protos/worker.proto\x12\x10octavo.worker.v1\x1a\x1aoctavo/protos/common.proto\"V\n\x15\x43ompileGrammarRequest\x12=\n\x11structured_output\x18\x01 \x01(\x0b\x32\".octavo.common.v1.StructuredOutput\"F\n\x16\x43ompileGrammarResponse\x12,\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetail\"p\n\x0bStepRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.octavo.worker.v1.AttachH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.octavo.worker.v1.StepPlanH\x00\x42\t\n\x07\x63ommand\"\xd3\x01\n\x0cStepResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.worker.v1.HelloH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.octavo.worker.v1.StepResultH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.octavo.worker.v1.HeartbeatH\x00\x12.\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1d.octavo.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"1\n\x06\x41ttach\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xbe\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x04info\x18\x02 \x01(\x0b\x32\x1c.octavo.worker.v1.WorkerInfo\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13plans_in_flight_max\x18\x04 \x01(\r\x12\x37\n\x0f\x63\x61\x63hed_prefixes\x18\x05 \x03(\x0b\x32\x1e.octavo.worker.v1.CachedPrefix\"V\n\x0c\x43\x61\x63hedPrefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x97\x01\n\tHeartbeat\x12\x18\n\x10\x66inished_step_id\x18\x01 \x01(\x04\x12\x17\n\x0frunning_step_id\x18\x02 \x01(\x04\x12\x17\n\x0frunning_seconds\x18\x03 \x01(\x01\x12\x19\n\x11host_memory_bytes\x18\x04 \x01(\x04\x12#\n\x1bhost_memory_available_bytes\x18\x05 \x01(\x04\"\xc1\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x05model\x18\x02 \x01(\x0b\x32\x1b.octavo.common.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\x05\x12\x12\n\nnum_blocks\x18\x06 \x01(\x05\x12\x17\n\x0fnum_host_blocks\x18\x07 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\x05\x12\x1a\n\x12kv_bytes_per_block\x18\t \x01(\x03\x12!\n\x19prefill_tokens_per_second\x18\n \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x0b \x01(\x01\x12\"\n\x1ahost_link_bytes_per_second\x18\x0c \x01(\x01\"\xb5\x01\n\x0bNewSequence\x12\x0b\n\x03row\x18\x01 \x01(\x05\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.octavo.common.v1.Request\x12\x0e\n\x06\x62ranch\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x05\"\xea\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rreleased_rows\x18\x03 \x01(\x0c\x12\x11\n\tswaps_out\x18\x0e \x01(\x0c\x12\x10\n\x08swaps_in\x18\x0f \x01(\x0c\x12\x34\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x1d.octavo.worker.v1.NewSequence\x12\x12\n\nbeam_moves\x18\x10 \x01(\x0c\x12\x15\n\rblock_updates\x18\x05 \x01(\x0c\x12\r\n\x05\x66orks\x18\x06 \x01(\x0c\x12\x14\n\x0c\x62lock_copies\x18\x07 \x01(\x0c\x12\x0c\n\x04rows\x18\x08 \x01(\x0c\x12\x12\n\nnum_tokens\x18\t \x01(\x0c\x12\x17\n\x0fstart_positions\x18\n \x01(\x0c\x12\x13\n\x0bsample_rows\x18\x0b \x01(\x0c\x12\x16\n\x0esample_indices\x18\x0c \x01(\x0c\x12\x14\n\x0csamples_rows\x18\r \x01(\x08\"\xea\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x31\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1f.octavo.common.v1.TokenLogprobs\x12.\n\nrow_errors\x18\x05 \x03(\x0b\x32\x1a.octavo.worker.v1.RowError\x12\x14\n\x0cstep_seconds\x18\x06 \x01(\x01\x12\x45\n\rparts_seconds\x18\x07 \x03(\x0b\x32..octavo.worker.v1.StepResult.PartsSecondsEntry\x12\x34\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1b.octavo.worker.v1.RowPrompt\x1a\x33\n\x11PartsSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"R\n\tRowPrompt\x12\x11\n\trow_index\x18\x01 \x01(\x05\x12\x32\n\x08logprobs\x18\x02 \x01(\x0b\x32 .octavo.common.v1.PromptLogprobs\"1\n\x08RowError\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2\xbf\x01\n\rWorkerService\x12I\n\x04Step\x12\x1d.octavo.worker.v1.StepRequest\x1a\x1e.octavo.worker.v1.StepResponse(\x01\x30\x01\x12\x63\n\x0e\x43ompileGrammar\x12\'.octavo.worker.v1.CompileGrammarRequest\x1a(.octavo.worker.v1.CompileGrammarResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,30 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPRESULT_PARTSSECONDSENTRY']._loaded_options = None
   _globals['_STEPRESULT_PARTSSECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_STEPREQUEST']._serialized_start=76
-  _globals['_STEPREQUEST']._serialized_end=188
-  _globals['_STEPRESPONSE']._serialized_start=191
-  _globals['_STEPRESPONSE']._serialized_end=402
-  _globals['_ATTACH']._serialized_start=404
-  _globals['_ATTACH']._serialized_end=453
-  _globals['_HELLO']._serialized_start=456
-  _globals['_HELLO']._serialized_end=646
-  _globals['_CACHEDPREFIX']._serialized_start=648
-  _globals['_CACHEDPREFIX']._serialized_end=734
-  _globals['_HEARTBEAT']._serialized_start=737
-  _globals['_HEARTBEAT']._serialized_end=888
-  _globals['_WORKERINFO']._serialized_start=891
-  _globals['_WORKERINFO']._serialized_end=1212
-  _globals['_NEWSEQUENCE']._serialized_start=1215
-  _globals['_NEWSEQUENCE']._serialized_end=1396
-  _globals['_STEPPLAN']._serialized_start=1399
-  _globals['_STEPPLAN']._serialized_end=1761
-  _globals['_STEPRESULT']._serialized_start=1764
-  _globals['_STEPRESULT']._serialized_end=2072
-  _globals['_STEPRESULT_PARTSSECONDSENTRY']._serialized_start=2021
-  _globals['_STEPRESULT_PARTSSECONDSENTRY']._serialized_end=2072
-  _globals['_ROWERROR']._serialized_start=2074
-  _globals['_ROWERROR']._serialized_end=2123
-  _globals['_WORKERSERVICE']._serialized_start=2125
-  _globals['_WORKERSERVICE']._serialized_end=2215
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=76
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=162
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=164
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=234
+  _globals['_STEPREQUEST']._serialized_start=236
+  _globals['_STEPREQUEST']._serialized_end=348
+  _globals['_STEPRESPONSE']._serialized_start=351
+  _globals['_STEPRESPONSE']._serialized_end=562
+  _globals['_ATTACH']._serialized_start=564
+  _globals['_ATTACH']._serialized_end=613
+  _globals['_HELLO']._serialized_start=616
+  _globals['_HELLO']._serialized_end=806
+  _globals['_CACHEDPREFIX']._serialized_start=808
+  _globals['_CACHEDPREFIX']._serialized_end=894
+  _globals['_HEARTBEAT']._serialized_start=897
+  _globals['_HEARTBEAT']._serialized_end=1048
+  _globals['_WORKERINFO']._serialized_start=1051
+  _globals['_WORKERINFO']._serialized_end=1372
+  _globals['_NEWSEQUENCE']._serialized_start=1375
+  _globals['_NEWSEQUENCE']._serialized_end=1556
+  _globals['_STEPPLAN']._serialized_start=1559
+  _globals['_STEPPLAN']._serialized_end=1921
+  _globals['_STEPRESULT']._serialized_start=1924
+  _globals['_STEPRESULT']._serialized_end=2286
+  _globals['_STEPRESULT_PARTSSECONDSENTRY']._serialized_start=2235
+  _globals['_STEPRESULT_PARTSSECONDSENTRY']._serialized_end=2286
+  _globals['_ROWPROMPT']._serialized_start=2288
+  _globals['_ROWPROMPT']._serialized_end=2370
+  _globals['_ROWERROR']._serialized_start=2372
+  _globals['_ROWERROR']._serialized_end=2421
+  _globals['_WORKERSERVICE']._serialized_start=2424
+  _globals['_WORKERSERVICE']._serialized_end=2615
 # @@protoc_insertion_point(module_scope)

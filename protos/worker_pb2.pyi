@@ -7,6 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("structured_output",)
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    structured_output: _common_pb2.StructuredOutput
+    def __init__(self, structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.ErrorDetail
+    def __init__(self, error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
 class StepRequest(_message.Message):
     __slots__ = ("attach", "plan")
     ATTACH_FIELD_NUMBER: _ClassVar[int]
@@ -158,7 +170,7 @@ class StepPlan(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., swaps_out: _Optional[bytes] = ..., swaps_in: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., beam_moves: _Optional[bytes] = ..., block_updates: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., start_positions: _Optional[bytes] = ..., sample_rows: _Optional[bytes] = ..., sample_indices: _Optional[bytes] = ..., samples_rows: _Optional[bool] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "epoch", "token_ids", "logprobs", "row_errors", "step_seconds", "parts_seconds")
+    __slots__ = ("step_id", "epoch", "token_ids", "logprobs", "row_errors", "step_seconds", "parts_seconds", "prompt_logprobs")
     class PartsSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +185,7 @@ class StepResult(_message.Message):
     ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PARTS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     token_ids: bytes
@@ -180,7 +193,16 @@ class StepResult(_message.Message):
     row_errors: _containers.RepeatedCompositeFieldContainer[RowError]
     step_seconds: float
     parts_seconds: _containers.ScalarMap[str, float]
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., step_seconds: _Optional[float] = ..., parts_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowPrompt]
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., step_seconds: _Optional[float] = ..., parts_seconds: _Optional[_Mapping[str, float]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowPrompt, _Mapping]]] = ...) -> None: ...
+
+class RowPrompt(_message.Message):
+    __slots__ = ("row_index", "logprobs")
+    ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    row_index: int
+    logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, row_index: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class RowError(_message.Message):
     __slots__ = ("sample_index", "message")

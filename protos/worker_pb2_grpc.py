@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=octavo_dot_protos_dot_worker__pb2.StepRequest.SerializeToString,
                 response_deserializer=octavo_dot_protos_dot_worker__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/octavo.worker.v1.WorkerService/CompileGrammar',
+                request_serializer=octavo_dot_protos_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=octavo_dot_protos_dot_worker__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -56,6 +61,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompileGrammar(self, request, context):
+        """Makes ready what outputs must match, beside the steps; returns when it is, or with what is wrong with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +75,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=octavo_dot_protos_dot_worker__pb2.StepRequest.FromString,
                     response_serializer=octavo_dot_protos_dot_worker__pb2.StepResponse.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=octavo_dot_protos_dot_worker__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=octavo_dot_protos_dot_worker__pb2.CompileGrammarResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +110,33 @@ class WorkerService:
             '/octavo.worker.v1.WorkerService/Step',
             octavo_dot_protos_dot_worker__pb2.StepRequest.SerializeToString,
             octavo_dot_protos_dot_worker__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.worker.v1.WorkerService/CompileGrammar',
+            octavo_dot_protos_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
+            octavo_dot_protos_dot_worker__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

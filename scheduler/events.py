@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from octavo.protos.types import FinishReason, RequestMetrics, TokenLogprobs
+from octavo.protos.types import FinishReason, PromptLogprobs, RequestMetrics, TokenLogprobs
 
 
 class PreemptionKind(enum.StrEnum):
@@ -113,6 +113,13 @@ class TokensOut(Event):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     metrics: RequestMetrics | None = None
     """With the first token of its request: whoever ends it from outside must know what was cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsOut(Event):
+    """Log-probabilities of a part of the prompt, in order, each once, all before the first token."""
+
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)

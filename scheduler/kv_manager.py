@@ -82,9 +82,12 @@ class KVManager:
     def caches(self, request: Request) -> bool:
         return self.prefix_cache and request.use_prefix_cache
 
+    def reads(self, request: Request) -> bool:
+        return self.prefix_cache and request.reads_prefix_cache
+
     def find_prefix(self, group: SequenceGroup, tokens: bytes) -> PrefixHit:
         """The longest known prefix of `tokens` (int32), one token short of all: that one gives the logits."""
-        if not self.caches(group.request):
+        if not self.reads(group.request):
             return PrefixHit([])
         return self.find(group.root_key, tokens)
 

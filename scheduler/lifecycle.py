@@ -466,6 +466,8 @@ class Lifecycle:
     def fork_sources(self, request: Request) -> list[Sequence]:
         """Running branches of the request that `request` goes on from; a fork shares even what is not to be cached."""
         parent = self.groups.get(request.fork_of)
+        if request.params.prompt_logprobs is not None:
+            return []  # what is shared has no logits
         if parent is None or parent.root_key != (request.cache_salt, request.adapter):
             return []
         return parent.live

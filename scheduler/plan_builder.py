@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.protos.types import Int32Array, NewSequence, StepPlan
-from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.sequence import Sequence, SequenceGroup
 
 
 def _int32(values: list[int], width: int = 0) -> Int32Array:
@@ -27,6 +27,8 @@ class PlanRecord:
     num_rows: int
     context_tokens: int
     """Sum of the context lengths that the step reads."""
+    prompts: dict[int, SequenceGroup]
+    """Index of the plan's row: whose prompt's log-probabilities it brings."""
 
 
 class PlanBuilder:
@@ -53,6 +55,10 @@ class PlanBuilder:
         """Sources of swaps in, likewise."""
         self.num_scheduled_tokens = 0
         self.context_tokens = 0
+        self.prompts: dict[int, SequenceGroup] = {}
+        """See `PlanRecord`."""
+        self.num_prompt_logits = 0
+        """Prompt tokens of this plan whose log-probabilities are asked for."""
 
     def update_block(self, row: int, index: int, block: int) -> None:
         self.block_updates += (row, index, block)
@@ -119,6 +125,8 @@ class PlanBuilder:
     def schedule(self, seq: Sequence, num_tokens: int) -> None:
         """Run the next `num_tokens` of `seq`; where that is all it has, sample its next token."""
         assert seq.row is not None
+        if seq.group.request.params.prompt_logprobs is not None:
+            self._look_at_prompt(seq, num_tokens)
         self.rows.append(seq.row)
         self.num_tokens.append(num_tokens)
         self.start_positions.append(seq.num_computed_tokens)
@@ -127,6 +135,13 @@ class PlanBuilder:
         self.context_tokens += seq.num_computed_tokens
         if seq.num_computed_tokens == seq.num_total_tokens:
             self.sample(seq, len(self.rows) - 1)
+
+    def _look_at_prompt(self, seq: Sequence, num_tokens: int) -> None:
+        """The chunk's tokens that foretell one of the prompt count; its last foretells the first output."""
+        left = seq.group.request.num_prompt_tokens - 1 - seq.num_computed_tokens
+        if left > 0:
+            self.prompts[len(self.rows)] = seq.group
+            self.num_prompt_logits += min(num_tokens, left)
 
     def sample(self, seq: Sequence, index: int) -> None:
         assert seq.row is not None
@@ -161,6 +176,11 @@ class PlanBuilder:
             sample_indices=_int32(self.sample_indices),
         )
         record = PlanRecord(
-            step_id, self.samples, self.num_scheduled_tokens, len(self.rows), self.context_tokens
+            step_id,
+            self.samples,
+            self.num_scheduled_tokens,
+            len(self.rows),
+            self.context_tokens,
+            self.prompts,
         )
         return plan, record

@@ -7,6 +7,7 @@ state does is `lifecycle.py`; block tables are KVManager's.
 
 from __future__ import annotations
 
+from octavo.protos.types import MAX_PROMPT_LOGITS
 from octavo.scheduler.budget import TokenBudget, step_budget
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.events import ChunkPlanned
@@ -129,6 +130,8 @@ class Planner:
         """Run as much of `seq` as budget and free blocks allow; at the prompt's end all branches come to be."""
         need = seq.num_uncomputed_tokens
         num_tokens = min(need, budget.left, self._kv.max_growth(seq, self._kv.num_free))
+        if seq.group.request.params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, _num_tokens_to_look_at(seq, plan))
         self.prefill_left += need - max(0, num_tokens)
         if num_tokens <= 0:
             return
@@ -268,3 +271,10 @@ class Planner:
         chosen = choose_victim(self._life.running, self._parking.price, self._config.victims, self._step_id)
         assert chosen is not None, "blocks are short and nobody can give way"
         self._life.park(*chosen, plan, self._step_id, self._now)
+
+
+def _num_tokens_to_look_at(seq: Sequence, plan: PlanBuilder) -> int:
+    """Tokens that `seq`, whose prompt's log-probabilities are asked for, may compute in this plan."""
+    left = seq.group.request.num_prompt_tokens - 1 - seq.num_computed_tokens
+    room = MAX_PROMPT_LOGITS - plan.num_prompt_logits
+    return room if left > room else seq.num_uncomputed_tokens

@@ -240,7 +240,7 @@ class Router:
         """What each worker has of the prompt, and could use."""
         num = len(self._ids)
         held, on_host, promised = np.zeros(num), np.zeros(num), np.zeros(num)
-        if request.use_prefix_cache:
+        if request.reads_prefix_cache:
             tokens = request.prompt_token_ids.tobytes()
             root_key = (request.cache_salt, request.adapter)
             for size, index in self._indexes.items():

@@ -28,6 +28,7 @@ from octavo.protos.types import (
     CachedPrefix,
     FinishReason,
     Int32Array,
+    PromptLogprobs,
     Request,
     Resume,
     StepPlan,
@@ -37,7 +38,7 @@ from octavo.protos.types import (
 )
 from octavo.scheduler.admission import resolve_max_tokens
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Event, TokensOut
+from octavo.scheduler.events import Event, PromptLogprobsOut, TokensOut
 from octavo.scheduler.kv_manager import KVManager, PrefixHit
 from octavo.scheduler.lifecycle import Lifecycle
 from octavo.scheduler.load import Load, Loads
@@ -196,6 +197,8 @@ class Scheduler:
         errors = dict(result.row_errors)
         logprobs = result.logprobs
         beams_done: list[SequenceGroup] = []
+        for row_index, found in result.prompt_logprobs:
+            self._take_prompt_logprobs(record, row_index, found, now)
         for index, (seq, token) in enumerate(zip(record.samples, result.token_ids.tolist(), strict=True)):
             seq.num_pending -= 1
             if seq.finish_reason is not None:
@@ -246,6 +249,19 @@ class Scheduler:
         self._tell_load()
         return self._life.take_events()
 
+    def _take_prompt_logprobs(
+        self, record: PlanRecord, row_index: int, found: PromptLogprobs, now: float
+    ) -> None:
+        group = record.prompts.get(row_index)
+        if group is None:
+            raise IntegrityError(f"log-probabilities of the prompt of row {row_index}, which asked for none")
+        entries = found.after(group.num_prompt_logprobs)
+        if entries and group.live:
+            start = group.num_prompt_logprobs + 1
+            group.num_prompt_logprobs += len(entries)
+            told = PromptLogprobs(start, entries)
+            self._life.events.append(PromptLogprobsOut(group.request.request_id, now, told))
+
     # --- what the drivers and the router may ask -----------------------------------------------------------
 
     @property
@@ -279,7 +295,7 @@ class Scheduler:
         return max(self._find(request).num_tokens, self._cached_in_parent(request))
 
     def _find(self, request: Request) -> PrefixHit:
-        if not self.kv.caches(request):
+        if not self.kv.reads(request):
             return PrefixHit([])
         return self.kv.find((request.cache_salt, request.adapter), request.prompt_token_ids.tobytes())
 

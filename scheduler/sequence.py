@@ -124,6 +124,7 @@ class SequenceGroup:
         "live",
         "max_tokens",
         "num_preemptions",
+        "num_prompt_logprobs",
         "parked_at_step",
         "protected_until_step",
         "recomputed_tokens",
@@ -165,6 +166,8 @@ class SequenceGroup:
         self.found_tokens = 0
         """Of its prompt, cached when it came or by its turn: what those who wait behind it need not reckon with."""
         self.num_preemptions = 0
+        self.num_prompt_logprobs = 0
+        """Told so far, of the `num_prompt_tokens` - 1 that there are for a request that asks."""
         self.parked_at_step = 0
         """The step that it gave way in; it comes back in a later one."""
         self.recomputed_tokens = 0
@@ -205,6 +208,8 @@ class SequenceGroup:
         self.num_preemptions = so_far.num_preemptions
         self.recomputed_tokens = so_far.recomputed_tokens
         self.forked = True
+        # They came before the first token.
+        self.num_prompt_logprobs = self.request.num_prompt_tokens - 1
         self.live = []
         for number, branch in enumerate(resume.branches):
             if branch.finish_reason is None:

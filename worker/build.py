@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from octavo.worker.cuda_graphs import with_graphs
 from octavo.worker.executor import Executor
 from octavo.worker.fused import FusedDecoder
 from octavo.worker.gpu_sampler import choose_sampler
+from octavo.worker.grammars import Grammars
 from octavo.worker.host_memory import host_memory_bytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import (
@@ -38,6 +40,7 @@ from octavo.worker.loader import LoadedModel, load_model, resolve_model
 from octavo.worker.model import ModelRunner
 from octavo.worker.plan_checks import BatchLimits
 from octavo.worker.swap import STAGING_BLOCKS, SwapSpace, choose_num_host_blocks
+from octavo.worker.vocabulary import read_vocabulary
 from octavo.worker.warmup import (
     made_up_batch,
     measure_speed,
@@ -57,7 +60,8 @@ def build_executor(config: WorkerConfig) -> Executor:
     check_block_size(config.block_size)
     device = choose_device(config.device)
     set_num_threads(config.num_threads or available_cpus(), device)
-    loaded = load_model(resolve_model(config.model), device=device, dtype=config.dtype)
+    source = resolve_model(config.model)
+    loaded = load_model(source, device=device, dtype=config.dtype)
     model = dataclasses.replace(
         loaded.info, max_model_len=choose_max_model_len(config.max_model_len, loaded.info)
     )
@@ -134,8 +138,12 @@ def build_executor(config: WorkerConfig) -> Executor:
         speed.decode_step_seconds * 1e3,
         info.host_link_bytes_per_second / 1e9,
     )
-    input_batch = InputBatch(limits, num_blocks=num_blocks)
-    return Executor(runner, kv_pool, swap_space, input_batch, choose_sampler(device), info)
+    grammars = Grammars(
+        partial(read_vocabulary, source.tokenizer_dir, model.vocab_size, model.eos_token_ids),
+        config.guided_backend,
+    )
+    input_batch = InputBatch(limits, num_blocks=num_blocks, grammars=grammars)
+    return Executor(runner, kv_pool, swap_space, input_batch, choose_sampler(device), info, grammars=grammars)
 
 
 def choose_device(device: str) -> torch.device:

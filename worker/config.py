@@ -8,6 +8,8 @@ from octavo.protos.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GUIDED_BACKENDS = ("xgrammar", "llguidance")
+"""Of structured output: which library compiles what an output must match."""
 QUANTIZATIONS = ("fp16", "int8")
 """Of the weights of matrix products, on a CPU: `worker.linears` says what each does, docs/performance.md what it costs
 in quality."""
@@ -44,6 +46,7 @@ class WorkerConfig:
     num_threads: int | None = None
     """Of the CPU; None: as many as this process may run on."""
     quantization: str | None = None
+    guided_backend: str = "xgrammar"
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
@@ -63,6 +66,11 @@ class WorkerConfig:
             raise ConfigError(
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
                 param="kv_cache_dtype",
+            )
+        if self.guided_backend not in GUIDED_BACKENDS:
+            raise ConfigError(
+                f"guided_backend must be one of {', '.join(GUIDED_BACKENDS)}, got {self.guided_backend!r}",
+                param="guided_backend",
             )
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_count(name)

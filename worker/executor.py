@@ -9,17 +9,29 @@ what, is the servicer's concern.
 
 from __future__ import annotations
 
+import itertools
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from octavo.protos.errors import PlanRejectedError, UnavailableError
-from octavo.protos.types import MASKED_TOKEN, CachedPrefix, StepPlan, StepResult, TokenLogprobs, WorkerInfo
+from octavo.protos.structured_output import StructuredOutput
+from octavo.protos.types import (
+    MASKED_TOKEN,
+    CachedPrefix,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerInfo,
+)
 from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.grammars import Grammars
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import KVPool
 from octavo.worker.prepared_step import FlatInputs, PreparedStep
@@ -48,6 +60,8 @@ class _Running:
     step: PreparedStep
     pending: PendingSamples | None
     """None: nothing is sampled."""
+    prompt_logprobs: list[TokenLogprobs]
+    """Of `step.prompts`."""
     started: float
     prepared: float
     swap_seconds: float
@@ -68,15 +82,18 @@ class Executor:
         sampler: Sampler,
         info: WorkerInfo,
         *,
+        grammars: Grammars | None = None,
         run_ahead: bool | None = None,
     ) -> None:
-        """`run_ahead`: whether `execute` heeds `following`; None: where the device works by itself."""
+        """`grammars`: those of `input_batch`. `run_ahead`: whether `execute` heeds `following`; None: where the device
+        works by itself."""
         self.info = info
         self._runner = runner
         self._kv_pool = kv_pool
         self._swap_space = swap_space
         self._input_batch = input_batch
         self._sampler = sampler
+        self._grammars = grammars
         self._broken: str | None = None
         device = kv_pool.kv.device
         self._staging = InputStaging(device) if device.type == "cuda" else None
@@ -119,6 +136,12 @@ class Executor:
             self._broken = f"step {plan.step_id}: {type(error).__name__}: {error}"
             raise
 
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]:
+        """Make `wanted` ready beside the steps; may be called from any thread. The future raises what is wrong with
+        it, an `OctavoError`."""
+        assert self._grammars is not None
+        return self._grammars.compile(wanted)
+
     def cached_prefixes(self) -> list[CachedPrefix]:
         """What the rows have in blocks: to be told, before `reset`, to whoever plans next."""
         return self._input_batch.cached_prefixes()
@@ -160,11 +183,19 @@ class Executor:
         reached = self._mark()
         logits = None if inputs is None else self._runner.forward(inputs)
         computed = self._mark()
-        pending = None
+        # A device that works by itself computes the logits meanwhile.
+        masks = self._input_batch.masks(step)
+        pending, prompt_logprobs = None, []
         if step.sampling is not None:
             assert logits is not None
-            pending = self._sampler.start(logits, step.sampling)
-        return _Running(plan, step, pending, started, prepared, swap_seconds, reached, computed)
+            pending = self._sampler.start(logits, step.sampling, masks)
+        if step.prompts is not None:
+            # Waited for here: the next step overwrites the logits.
+            assert logits is not None
+            prompt_logprobs = self._sampler.prompt_logprobs(logits, step.prompts)
+        return _Running(
+            plan, step, pending, prompt_logprobs, started, prepared, swap_seconds, reached, computed
+        )
 
     def _finish(self, running: _Running) -> StepResult:
         """Wait for a step's tokens and book them."""
@@ -186,6 +217,7 @@ class Executor:
             step,
             samples,
             counts,
+            running.prompt_logprobs,
             step_seconds=ended - started,
             parts_seconds={
                 "prepare": prepared - started,
@@ -257,6 +289,7 @@ def _result(
     step: PreparedStep,
     samples: Samples | None,
     counts: npt.NDArray[np.bool_] | None,
+    prompt_logprobs: list[TokenLogprobs],
     *,
     step_seconds: float,
     parts_seconds: dict[str, float],
@@ -275,11 +308,16 @@ def _result(
             for place, entry, count in zip(places, samples.logprobs, counts.tolist(), strict=True):
                 spread[place] = entry if count else None
             logprobs = tuple(spread)
+    found = iter(prompt_logprobs)
     return StepResult(
         step_id=plan.step_id,
         epoch=plan.epoch,
         token_ids=token_ids,
         logprobs=logprobs,
+        prompt_logprobs=tuple(
+            (chunk.index, PromptLogprobs(chunk.first, tuple(itertools.islice(found, chunk.count))))
+            for chunk in (step.prompts.chunks if step.prompts is not None else ())
+        ),
         row_errors=row_errors,
         step_seconds=step_seconds,
         parts_seconds=parts_seconds,

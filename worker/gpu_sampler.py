@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.protos.types import MASKED_TOKEN, TokenLogprobs
+from octavo.worker.grammars import TokenMasks
 from octavo.worker.sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
@@ -23,6 +24,7 @@ from octavo.worker.sampler import (
     Sampler,
     Samples,
     SamplingBatch,
+    apply_masks,
     token_logprobs,
 )
 from octavo.worker.staging import InputStaging
@@ -58,15 +60,17 @@ class GpuSampler(Sampler):
         self._device = device
         self._staging = InputStaging(device)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Samples:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None) -> Samples:
         """One token for each sample; see `Sampler.sample`."""
-        return self.start(logits, batch).result()
+        return self.start(logits, batch, masks).result()
 
     @torch.inference_mode()
-    def start(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingSamples:
+    def start(
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None
+    ) -> PendingSamples:
         """Launch everything; the host waits for nothing. See `Sampler.start`."""
         finite = logits.amax(dim=1).isfinite().int()
-        tokens, rows = self._tokens(logits, batch)
+        tokens, rows = self._tokens(logits, batch, masks)
         both = torch.stack([tokens, finite[rows]])
         host = torch.empty(both.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host.copy_(both, non_blocking=True)
@@ -75,14 +79,18 @@ class GpuSampler(Sampler):
             arrived = torch.cuda.current_stream(self._device).record_event()
 
         def finish(found: npt.NDArray[np.int32]) -> Samples:
-            return _samples(found[0].copy(), found[1] != 0, logits, batch)
+            samples = _samples(found[0].copy(), found[1] != 0, logits, batch)
+            samples.errors.update(masks.errors if masks is not None else {})
+            return samples
 
         return _OnTheirWay(tokens, host, arrived, finish)
 
-    def _tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tokens(
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int32 [K] and the row of `logits` of each sample, int64 [K]."""
-        edits = batch.edits if batch.edited.any() else None
-        edited = np.flatnonzero(batch.edited) if edits is not None else np.empty(0, np.int64)
+        edited = np.flatnonzero(batch.edited)
+        edits = batch.edits if len(edited) else None
         # Edited samples get rows of their own behind the model's: several samples may share one (a fork).
         places = batch.logit_indices.copy()
         places[edited] = logits.shape[0] + np.arange(len(edited))
@@ -99,8 +107,9 @@ class GpuSampler(Sampler):
             batch.positions.astype(np.int32, copy=False),
         )
         if edits is None:
-            rows, work_rows, *parameters = self._staging.upload(columns)
-            work = logits
+            uploaded = self._staging.upload((*columns, batch.logit_indices[edited]))
+            rows, work_rows, *parameters, copied = uploaded
+            work = self._with_own_rows(logits, copied, places, masks)
         else:
             own_row = np.full(len(batch.greedy), -1, np.int64)
             own_row[edited] = places[edited]
@@ -120,13 +129,25 @@ class GpuSampler(Sampler):
             ban_rows, ban_ids, bias_rows, bias_ids, biases, rows_, ids, factors, amounts = uploaded[
                 len(columns) : -1
             ]
-            work = torch.cat([logits, logits.index_select(0, uploaded[-1])])
+            work = self._with_own_rows(logits, uploaded[-1], places, masks)
             kernels = self._kernels
             kernels.edit_logits(work, kernels.BAN, ban_rows, ban_ids)
             kernels.edit_logits(work, kernels.BIAS, bias_rows, bias_ids, biases)
             kernels.edit_logits(work, kernels.PENALTY, rows_, ids, amounts, factors)
         inputs = self._kernels.SamplingInputs(work_rows, *parameters)
         return self._kernels.sample(work, inputs), rows
+
+    @staticmethod
+    def _with_own_rows(
+        logits: torch.Tensor, copied: torch.Tensor, places: npt.NDArray[np.int64], masks: TokenMasks | None
+    ) -> torch.Tensor:
+        """`logits` and behind them the rows `copied` of samples that are edited, their grammars applied."""
+        if not len(copied):
+            return logits
+        work = torch.cat([logits, logits.index_select(0, copied)])
+        if masks is not None:
+            apply_masks(work, places[masks.samples], masks.words)
+        return work
 
 
 def choose_sampler(device: torch.device) -> Sampler:

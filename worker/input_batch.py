@@ -18,6 +18,7 @@ import numpy.typing as npt
 from octavo.protos.errors import IntegrityError, PlanRejectedError
 from octavo.protos.types import CachedPrefix, Int32Array, NewSequence, Request, StepPlan, finish_reason
 from octavo.worker.block_ledger import BlockLedger
+from octavo.worker.grammars import GrammarRow, Grammars, TokenMasks
 from octavo.worker.logit_rules import LogitEdits, LogitRules
 from octavo.worker.plan_checks import (
     BatchLimits,
@@ -29,6 +30,7 @@ from octavo.worker.plan_checks import (
     check_swaps,
 )
 from octavo.worker.prepared_step import FlatInputs, PreparedStep
+from octavo.worker.prompt_rows import PromptChunk, PromptRows, find_prompt_chunks
 from octavo.worker.random import seed_bits
 from octavo.worker.sampler import SamplingBatch
 
@@ -63,8 +65,10 @@ class InputBatch:
     the parameters take about 100 bytes a row, penalties 16 bytes a distinct token of the rows that ask for them.
     """
 
-    def __init__(self, limits: BatchLimits, *, num_blocks: int) -> None:
+    def __init__(self, limits: BatchLimits, *, num_blocks: int, grammars: Grammars | None = None) -> None:
+        """`grammars`: of the model; None where no request is held to any."""
         self.limits = limits
+        self._grammars = grammars
         rows = limits.max_num_seqs
         self.ledger = BlockLedger(
             max_num_seqs=rows,
@@ -78,6 +82,7 @@ class InputBatch:
         self._tokens: Int32Array = np.empty((rows, limits.max_model_len), np.int32)
         self._requests: list[Request | None] = [None] * rows
         self._rules: dict[int, LogitRules] = {}
+        self._grammar_rows: dict[int, GrammarRow] = {}
         self._prompt_lens: Int32Array = np.zeros(rows, np.int32)
         self._max_tokens: Int32Array = np.zeros(rows, np.int32)
         self._branches: Int32Array = np.zeros(rows, np.int32)
@@ -87,8 +92,10 @@ class InputBatch:
         self._top_ps = np.zeros(rows, np.float64)
         self._min_ps = np.zeros(rows, np.float64)
         self._num_logprobs: Int32Array = np.zeros(rows, np.int32)
+        self._num_prompt_logprobs: Int32Array = np.full(rows, -1, np.int32)
         self._greedy = np.zeros(rows, np.bool_)
         self._has_rules = np.zeros(rows, np.bool_)
+        self._has_grammar = np.zeros(rows, np.bool_)
         self._stop_ids: Int32Array = np.full((rows, 4), _NO_TOKEN, np.int32)
         self._assumed: _Assumed | None = None
 
@@ -121,6 +128,7 @@ class InputBatch:
         self.ledger.reset()
         self._requests = [None] * self.limits.max_num_seqs
         self._rules.clear()
+        self._grammar_rows.clear()
         self._assumed = None
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
@@ -152,17 +160,33 @@ class InputBatch:
         for row in plan.released_rows.tolist():
             self._requests[row] = None
             self._rules.pop(row, None)
+            self._grammar_rows.pop(row, None)
         for new in plan.new_sequences:
             self._admit(new)
         self._move_beams(plan.beam_moves)
         samples = np.flatnonzero(~after.ended[plan.rows[plan.sample_indices]])
-        inputs, logit_indices = self._flatten(plan, places, samples)
+        prompts = find_prompt_chunks(plan, places.active, self._prompt_lens, self._num_prompt_logprobs)
+        inputs, logit_indices, prompt_indices = self._flatten(plan, places, samples, prompts)
         after.num_computed[plan.rows[places.active]] += plan.num_tokens[places.active]
         for parent, child, branch in plan.forks.tolist():
             self._fork(parent, child, branch)
         sample_rows = plan.sample_rows[samples]
         sampling = self._sampling(sample_rows, logit_indices) if len(samples) else None
-        return PreparedStep(inputs, sampling, samples, sample_rows, after.lengths[sample_rows])
+        looked_at = (
+            PromptRows.of(prompts, plan.rows, prompt_indices, self._tokens, self._num_prompt_logprobs)
+            if prompts
+            else None
+        )
+        return PreparedStep(inputs, sampling, samples, sample_rows, after.lengths[sample_rows], looked_at)
+
+    def masks(self, step: PreparedStep) -> TokenMasks | None:
+        """What the grammars of the step's samples allow; None where there are none. Needs no logits: call it while the
+        device computes these."""
+        held = np.flatnonzero(self._has_grammar[step.sample_rows])
+        if not len(held):
+            return None
+        rows = {k: self._grammar_rows[int(step.sample_rows[k])] for k in held.tolist()}
+        return TokenMasks.collect(rows, self.limits.vocab_size)
 
     def can_run_ahead(self, plan: StepPlan, step: PreparedStep) -> bool:
         """Whether `plan` may be prepared before the samples of `step`, the one before it, are known: it changes nothing
@@ -176,7 +200,7 @@ class InputBatch:
         if np.isin(unknown, plan.released_rows).any() or np.isin(unknown, plan.forks[:, 0]).any():
             return False
         again = unknown[np.isin(unknown, plan.sample_rows)]
-        return not (self._has_rules[again] | self.progress.beams[again]).any()
+        return not (self._has_rules[again] | self._has_grammar[again] | self.progress.beams[again]).any()
 
     def assume(self, step: PreparedStep) -> None:
         """Count the samples of `step` as known, so that the plan behind it can be prepared; `finish` must follow it."""
@@ -206,6 +230,8 @@ class InputBatch:
         progress.lengths[rows] = step.sample_positions[sampled] + 1
         for index in np.flatnonzero(self._has_rules[rows]).tolist():
             self._rules[int(rows[index])].add(int(tokens[index]))
+        for index in np.flatnonzero(self._has_grammar[rows]).tolist():
+            self._grammar_rows[int(rows[index])].add(int(tokens[index]))
         num_outputs = step.sample_positions[sampled] + 1 - self._prompt_lens[rows]
         # The arrays only pick whom to ask; the rule itself is written once, in `finish_reason`.
         may_end = (num_outputs >= self._max_tokens[rows]) | (self._stop_ids[rows] == tokens[:, None]).any(
@@ -244,6 +270,8 @@ class InputBatch:
         with_rules = set(np.flatnonzero(self._has_rules & progress.in_use).tolist())
         if with_rules != set(self._rules):
             raise IntegrityError("rows with rules and rules on record differ")
+        if set(np.flatnonzero(self._has_grammar & progress.in_use).tolist()) != set(self._grammar_rows):
+            raise IntegrityError("rows with grammars and grammars on record differ")
 
     # --- one plan ------------------------------------------------------------------------------------------
 
@@ -267,6 +295,7 @@ class InputBatch:
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p
         self._num_logprobs[row] = _num_logprobs(request)
+        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         # The likeliest token alone is all that top_k 1 leaves.
         self._greedy[row] = params.greedy or params.top_k == 1 or params.beam_width is not None
         # What ends no hypothesis yet is left out where the search ranks its candidates.
@@ -274,6 +303,12 @@ class InputBatch:
         self._has_rules[row] = rules is not None
         if rules is not None:
             self._rules[row] = rules
+        self._has_grammar[row] = params.structured_output is not None
+        if params.structured_output is not None:
+            assert self._grammars is not None, "a worker without grammars got a request that needs one"
+            self._grammar_rows[row] = self._grammars.start(
+                params.structured_output, new.token_ids[request.num_prompt_tokens :].tolist()
+            )
         stops = sorted(request.stop_ids)
         if len(stops) > self._stop_ids.shape[1]:
             wider = np.full((len(self._stop_ids), len(stops)), _NO_TOKEN, np.int32)
@@ -298,6 +333,8 @@ class InputBatch:
         self._tokens[child, :length] = self._tokens[parent, :length]
         if parent in self._rules:
             self._rules[child] = self._rules[parent].fork()
+        if parent in self._grammar_rows:
+            self._grammar_rows[child] = self._grammar_rows[parent].fork()
         self.ledger.fork(parent, child)
 
     def _move_beams(self, moves: Int32Array) -> None:
@@ -321,8 +358,10 @@ class InputBatch:
             self._top_ps,
             self._min_ps,
             self._num_logprobs,
+            self._num_prompt_logprobs,
             self._greedy,
             self._has_rules,
+            self._has_grammar,
             self._stop_ids,
         ):
             array[child] = array[parent]
@@ -330,11 +369,17 @@ class InputBatch:
         self._requests[child] = self._requests[parent]
 
     def _flatten(
-        self, plan: StepPlan, places: TokenPlaces, samples: npt.NDArray[np.int64]
-    ) -> tuple[FlatInputs | None, npt.NDArray[np.int64]]:
-        """The flat batch, and for each of `samples` its row of the logits; a fork's branches share one."""
+        self,
+        plan: StepPlan,
+        places: TokenPlaces,
+        samples: npt.NDArray[np.int64],
+        prompts: list[PromptChunk],
+    ) -> tuple[FlatInputs | None, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The flat batch; for each of `samples` its row of the logits, where a fork's branches share one; and for each
+        token of `prompts` the row of the logits that foretells it."""
+        none = np.empty(0, np.int64)
         if not len(places.active):
-            return None, np.empty(0, np.int64)
+            return None, none, none
         block_size = self.limits.block_size
         rows, counts = plan.rows[places.active], plan.num_tokens[places.active]
         cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
@@ -344,7 +389,12 @@ class InputBatch:
         place = np.zeros(len(plan.rows), np.int64)
         place[places.active] = np.arange(len(rows))
         late_places, late_samples = self._late(places)
-        sampled, logit_indices = np.unique(place[plan.sample_indices[samples]], return_inverse=True)
+        sampled = cu_seqlens_q[place[plan.sample_indices[samples]] + 1].astype(np.int64) - 1
+        foretelling = [
+            cu_seqlens_q[place[chunk.index]] + np.arange(chunk.count, dtype=np.int64) for chunk in prompts
+        ]
+        logit_rows, places_of = np.unique(np.concatenate([sampled, *foretelling]), return_inverse=True)
+        places_of = places_of.reshape(-1)
         inputs = FlatInputs(
             input_ids=self._tokens[places.rows, places.positions].astype(np.int64),
             positions=places.positions,
@@ -352,11 +402,11 @@ class InputBatch:
             block_tables=np.ascontiguousarray(self.ledger.tables[rows, :width]),
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
-            logit_rows=cu_seqlens_q[sampled + 1].astype(np.int64) - 1,
+            logit_rows=logit_rows,
             late_places=late_places,
             late_samples=late_samples,
         )
-        return inputs, logit_indices.reshape(-1)
+        return inputs, places_of[: len(sampled)], places_of[len(sampled) :]
 
     def _late(self, places: TokenPlaces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Which of the step's tokens the step before is still sampling, and as which of its samples."""
@@ -391,6 +441,6 @@ class InputBatch:
             branches=self._branches[rows],
             positions=num_outputs,
             num_logprobs=self._num_logprobs[rows],
-            edited=edited,
+            edited=edited | self._has_grammar[rows],
             edits=edits,
         )

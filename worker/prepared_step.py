@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.protos.types import Int32Array
+from octavo.worker.prompt_rows import PromptRows
 from octavo.worker.sampler import SamplingBatch
 
 
@@ -43,3 +44,5 @@ class PreparedStep:
     """[K'] their rows."""
     sample_positions: Int32Array
     """[K'] where in their sequences the samples will stand."""
+    prompts: PromptRows | None = None
+    """Prompt tokens whose log-probabilities are asked for; None: nobody asks."""

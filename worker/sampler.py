@@ -1,7 +1,7 @@
 """From logits to tokens and log-probabilities.
 
-Owns the order of operations: log-probabilities of the raw distribution; then bans, biases, repetition, presence
-and frequency penalties, temperature, top-k, top-p, min-p; then the inverse of the distribution function, in
+Owns the order of operations: log-probabilities of the raw distribution; then grammars, bans, biases, repetition,
+presence and frequency penalties, temperature, top-k, top-p, min-p; then the inverse of the distribution function, in
 vocabulary order, at the one random number of (seed, branch, position). Every operation works row by row with the
 same arithmetic whatever the batch, so a row's token does not depend on its neighbours. Rows are grouped by what
 they ask for: a greedy row costs its share of one argmax, nothing in Python.
@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 
 from octavo.protos.types import MASKED_TOKEN, Int32Array, TokenLogprobs
+from octavo.worker.grammars import TokenMasks
 from octavo.worker.logit_rules import Float64Array, Int64Array, LogitEdits
+from octavo.worker.prompt_rows import PromptRows
 from octavo.worker.random import uniforms
 
 NOT_FINITE = "the model gave logits that are not finite for this sequence"
@@ -51,7 +53,7 @@ class SamplingBatch:
     num_logprobs: Int32Array
     """-1: none wanted; k: the chosen token's and the k likeliest."""
     edited: npt.NDArray[np.bool_]
-    """Whether `edits` says anything of the sample."""
+    """Whether `edits` or a grammar says anything of the sample."""
     edits: LogitEdits | None = None
 
 
@@ -99,15 +101,18 @@ class Sampler:
     def __init__(self, *, scratch_bytes: int | None = None) -> None:
         self._scratch_bytes = scratch_bytes
 
-    def start(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingSamples:
+    def start(
+        self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None
+    ) -> PendingSamples:
         """`sample`, waited for only when its result is asked for, where the device allows. `logits` must stay till
         then for samples that want log-probabilities."""
-        return _Taken(self.sample(logits, batch), logits.device)
+        return _Taken(self.sample(logits, batch, masks), logits.device)
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Samples:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None) -> Samples:
         """One token for each sample.
 
         logits  float32 [L, V]; not modified
+        masks   what grammars allow; its samples are marked in `batch.edited`
 
         A row with NaN, positive infinity or nothing but negative infinity fails alone (`Samples.errors`).
         """
@@ -117,8 +122,9 @@ class Sampler:
         errors = dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE)
         special = np.flatnonzero((~batch.greedy | batch.edited) & finite)
         for part in self._parts(special, logits):
-            tokens[part] = self._sample_special(logits, batch, part)
+            tokens[part] = self._sample_special(logits, batch, part, masks)
         errors.update(dict.fromkeys(special[tokens[special] == MASKED_TOKEN].tolist(), NOTHING_LEFT))
+        errors.update(masks.errors if masks is not None else {})
         tokens[list(errors)] = MASKED_TOKEN
         logprobs: tuple[TokenLogprobs | None, ...] = ()
         wanted = np.flatnonzero((batch.num_logprobs >= 0) & (tokens != MASKED_TOKEN))
@@ -133,15 +139,28 @@ class Sampler:
             logprobs = tuple(found)
         return Samples(tokens, logprobs, errors)
 
+    def prompt_logprobs(self, logits: torch.Tensor, prompts: PromptRows) -> list[TokenLogprobs]:
+        """Of the tokens of `prompts`, [R], by the raw distributions that foretell them."""
+        found: list[TokenLogprobs] = []
+        for part in self._parts(np.arange(len(prompts.token_ids)), logits):
+            rows = _take(logits, prompts.logit_indices[part])
+            found += token_logprobs(rows, prompts.token_ids[part], prompts.num_logprobs[part])
+        return found
+
     def _parts(self, samples: Int64Array, logits: torch.Tensor) -> list[Int64Array]:
         """`samples` in parts whose float64 logits fit the scratch size."""
         scratch = self._scratch_bytes or _SCRATCH_BYTES.get(logits.device.type, 4 << 20)
         size = max(1, scratch // (8 * logits.shape[1]))
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def _sample_special(self, logits: torch.Tensor, batch: SamplingBatch, part: Int64Array) -> Int32Array:
+    def _sample_special(
+        self, logits: torch.Tensor, batch: SamplingBatch, part: Int64Array, masks: TokenMasks | None
+    ) -> Int32Array:
         """Tokens of the samples `part`, all of which are random or edited or both."""
         work = _take(logits, batch.logit_indices[part])
+        if masks is not None:
+            held = np.isin(masks.samples, part)
+            apply_masks(work, np.searchsorted(part, masks.samples[held]), masks.words[held])
         if batch.edits is not None and batch.edited[part].any():
             _apply_edits(work, batch.edits, part, len(batch.greedy))
         best, peaks = _best(work)
@@ -171,6 +190,17 @@ def _best(logits: torch.Tensor) -> tuple[Int64Array, npt.NDArray[np.float32]]:
 def _take(logits: torch.Tensor, indices: Int64Array) -> torch.Tensor:
     """A copy of some rows."""
     return logits.index_select(0, torch.from_numpy(indices).to(logits.device))
+
+
+def apply_masks(work: torch.Tensor, rows: Int64Array, words: Int32Array) -> None:
+    """Leave of `rows` [M] of `work` [R, V], in place, only what `words` [M, ceil(V / 32)] allows: see `TokenMasks`."""
+    if not len(rows):
+        return
+    places = torch.arange(32, device=work.device, dtype=torch.int32)
+    bits = torch.from_numpy(words).to(work.device)[:, :, None] >> places
+    allowed = (bits & 1).flatten(1)[:, : work.shape[1]].bool()
+    index = torch.from_numpy(rows).to(work.device)
+    work[index] = work[index].masked_fill_(~allowed, -torch.inf)
 
 
 def _apply_edits(work: torch.Tensor, edits: LogitEdits, part: Int64Array, num_samples: int) -> None:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
@@ -23,6 +23,7 @@ from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
 from octavo.protos.auth import OPEN, Access
 from octavo.protos.errors import OctavoError, PlanRejectedError, ProtocolError, WorkerLostError
 from octavo.protos.interface import LOOPBACK, Interface
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import CachedPrefix, StepPlan, StepResult, WorkerInfo
 from octavo.worker.host_memory import host_memory_bytes
 
@@ -57,6 +58,11 @@ class StepExecutor(Protocol):
 
     def reset(self) -> None:
         """Forget all rows, as after start. Blocks keep their content."""
+        ...
+
+    def compile_grammar(self, wanted: StructuredOutput) -> Future[Any]:
+        """Make `wanted` ready beside the steps, from any thread. The future raises what is wrong with it, an
+        `OctavoError`; it may be ready already."""
         ...
 
 
@@ -155,6 +161,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
+    async def CompileGrammar(
+        self, request: worker_pb2.CompileGrammarRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CompileGrammarResponse:
+        try:
+            wanted = codec.decode_structured_output(request.structured_output)
+            await asyncio.wrap_future(self.executor.compile_grammar(wanted))
+        except OctavoError as error:
+            return worker_pb2.CompileGrammarResponse(error=codec.encode_error(error))
+        return worker_pb2.CompileGrammarResponse()
+
     async def close(self) -> None:
         """End the stream and wait for the running step."""
         if self._session is not None:
@@ -229,6 +245,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise PlanRejectedError(f"step {plan.step_id} where step {session.next_step_id} was due")
         if session.plans_in_flight >= wire.PLANS_IN_FLIGHT_MAX:
             raise PlanRejectedError(f"more than {wire.PLANS_IN_FLIGHT_MAX} plans in flight")
+        for new in plan.new_sequences:
+            if (wanted := new.request.params.structured_output) is not None:
+                # A worker that joined later, or has let it go, begins before the plan's turn comes.
+                self.executor.compile_grammar(wanted)
         session.next_step_id += 1
         session.plans_in_flight += 1
         session.waiting.append(plan)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.protos.types import MAX_PROMPT_LOGITS
 from octavo.worker.executor import Runner
 from octavo.worker.forward_batch import ForwardBatch
 from octavo.worker.sampler import Sampler, SamplingBatch
@@ -94,7 +95,8 @@ def worst_case_chunks(
     *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, int]]:
     """The step that needs most memory beside KV: the whole budget, and logits for as many rows as can have them."""
-    num_rows = min(max_num_seqs, max_num_batched_tokens)
+    # Prompt tokens whose log-probabilities are asked for have logits beside the sequences'.
+    num_rows = min(max_num_seqs + MAX_PROMPT_LOGITS, max_num_batched_tokens)
     longest = min(max_model_len, max_num_batched_tokens - num_rows + 1)
     return [(0, longest)] + [(0, 1)] * (num_rows - 1)
 

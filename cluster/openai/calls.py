@@ -39,8 +39,9 @@ from octavo.cluster.openai.schemas import (
     parse_response,
 )
 from octavo.cluster.openai.sse import Renderer
+from octavo.cluster.openai.structured import named
 from octavo.cluster.tokenizer import Tokenizer
-from octavo.protos.errors import DeadlineExceededError, NotFoundError
+from octavo.protos.errors import DeadlineExceededError, InvalidRequestError, NotFoundError
 from octavo.protos.types import Request
 
 RESPONSES = "/v1/responses"
@@ -94,6 +95,11 @@ class Calls:
         `NotFoundError`, and `DeadlineExceededError` when the call's timeout has passed before all was tokenised."""
         began = time.monotonic()
         prepared = await self._by_path[path](body)
+        if (wanted := prepared.call.params.structured_output) is not None:
+            try:
+                await self._backend.compile_grammar(wanted)
+            except InvalidRequestError as error:
+                raise named(error, prepared.call.output_param) from None
         timeout = prepared.call.timeout
         if timeout is not None:
             # Of the whole call: what others' prompts took from it before its turn is gone.
@@ -108,7 +114,14 @@ class Calls:
 
     def generation(self, prepared: Prepared) -> Generation:
         """The run of a prepared call."""
-        return Generation(self._backend, self._tokenizer, prepared.requests, self._metrics, prepared.context)
+        return Generation(
+            self._backend,
+            self._tokenizer,
+            prepared.requests,
+            self._metrics,
+            prepared.context,
+            without_output=prepared.call.without_output,
+        )
 
     async def answer_line(self, url: str, body: Mapping[str, Any], seed_key: str) -> tuple[str, bytes]:
         """Run a batch's line below everything that has a caller waiting; (request id, JSON of the reply).
@@ -133,11 +146,19 @@ class Calls:
     async def _chat(self, body: Body) -> Prepared:
         call = parse_chat(body, self._config)
         name = self.served(call.model)
+        make_parser = None
+        if call.tools is not None:
+            make_parser = call.tools.parser(self._tokenizer, self._config.tool_call_parser)
+            markers = {self._tokenizer.token_to_id(marker) for marker in make_parser().markers}
+            if markers & self._tokenizer.special_ids:
+                call = replace(call, params=replace(call.params, skip_special_tokens=False))
         prompts = [await chat_prompt(call, self._tokenizer, self._backend.model, self._config)]
         requests = build_requests(
             call, prompts, self._backend.model, self._config, prefix="chatcmpl", param="messages"
         )
-        return Prepared(call, requests, self._renderer(ChatShape(call), call, prompts, requests, name))
+        return Prepared(
+            call, requests, self._renderer(ChatShape(call, make_parser), call, prompts, requests, name)
+        )
 
     async def _completion(self, body: Body) -> Prepared:
         call = parse_completion(body, self._config)

@@ -27,12 +27,14 @@ class CompletionShape:
 
     object = "text_completion"
     chunk_object = "text_completion"
+    one_prompt = False
 
     def __init__(self, call: Call, echoes: Sequence[str] | None = None) -> None:
         """`echoes`: one text a prompt, to go before its choices; None: none is asked for."""
         self._n = call.params.n
         self._num_top = call.params.logprobs or 0
         self._echoes = echoes
+        self.echoes = echoes is not None
 
     def chunk(self, update: Update, logprobs: dict[str, Any] | None, first: bool) -> list[dict[str, Any]]:
         text = self.echoed(update.index) + update.text if first else update.text

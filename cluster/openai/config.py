@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from octavo.cluster.openai.tool_parsers import TOOL_PARSERS
 from octavo.protos.errors import ConfigError
 
 MIB = 2**20
@@ -46,6 +47,8 @@ class HttpConfig:
     """Prompts times n, or times `best_of` or `beam_width` where more branches run than are returned."""
     messages_per_request_max: int = 4096
     stop_strings_max: int = 4
+    tool_call_parser: str = "auto"
+    """How the model writes calls of tools: "auto" (what its chat template shows) or one of `TOOL_PARSERS`."""
     retry_after_seconds: float = 1.0
     """Sent with 429 and 503 when the error itself names no time."""
     health_seconds_max: float = 2.0
@@ -64,6 +67,11 @@ class HttpConfig:
                 told = "" if name == "api_keys" else f", got {values!r}"  # keys are not printed
                 raise ConfigError(f"{name} must be a list of non-empty strings{told}", param=name)
             object.__setattr__(self, name, tuple(values))
+        if self.tool_call_parser not in ("auto", *TOOL_PARSERS):
+            raise ConfigError(
+                f"tool_call_parser must be one of auto, {', '.join(TOOL_PARSERS)}, got {self.tool_call_parser!r}",
+                param="tool_call_parser",
+            )
         if self.jobs_dir is not None and not (isinstance(self.jobs_dir, str) and self.jobs_dir):
             raise ConfigError(f"jobs_dir must be a folder, got {self.jobs_dir!r}", param="jobs_dir")
         for name in (

@@ -38,6 +38,8 @@ class Update:
     finish_reason: str | None = None
     score: float | None = None
     """What a beam search ranked it by."""
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, with the choice's first update where the call asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,15 @@ class Usage:
 class _Branch:
     """One choice: its text so far, and where its token count stands."""
 
-    __slots__ = ("ended", "index", "num_received", "text")
+    __slots__ = ("ended", "index", "num_received", "text", "told")
 
     def __init__(self, index: int, text: BranchText) -> None:
         self.index = index
         self.text = text
         self.num_received = 0
         self.ended = False
+        self.told = False
+        """Its first update is made."""
 
 
 class Generation:
@@ -86,9 +90,14 @@ class Generation:
         requests: Sequence[Request],
         metrics: HttpMetrics,
         context: Sequence[int] = (),
+        *,
+        without_output: bool = False,
     ) -> None:
-        """`context`: see `BranchText`."""
+        """`context`: see `BranchText`. `without_output`: what is generated is not told, since only the prompt was
+        asked for."""
         self.requests = tuple(requests)
+        self._without_output = without_output
+        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         self._backend = backend
         self._metrics = metrics
         self._branches: list[list[_Branch]] = []
@@ -226,6 +235,9 @@ class Generation:
             self._request_metrics[number] = delta.metrics
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise _as_error(delta)
+        if delta.prompt_logprobs is not None:
+            known = self._prompt_logprobs[number]
+            known += delta.prompt_logprobs.after(len(known))
         branch = self._branches[number][delta.branch]
         if branch.ended:
             return  # by a stop string, before the scheduler heard of it
@@ -239,12 +251,14 @@ class Generation:
         self._metrics.on_tokens(len(delta.token_ids), first=branch.num_received == 0)
         branch.num_received += len(delta.token_ids)
         if delta.token_ids or delta.finish_reason is not None:
-            self._extend(branch, request, delta)
+            self._extend(branch, number, request, delta)
         if branch.ended and delta.finish_reason is None and not self._all_ended(number):
             # Its siblings go on; after the last of them the whole request is aborted.
             self._backend.stop_branch(request.request_id, delta.branch)
 
-    def _extend(self, branch: _Branch, request: Request, delta: OutputDelta) -> None:
+    def _extend(self, branch: _Branch, number: int, request: Request, delta: OutputDelta) -> None:
+        if self._without_output:
+            delta = replace(delta, token_ids=(), logprobs=(), finish_reason=FinishReason.LENGTH)
         finished = delta.finish_reason is not None
         before = branch.text.num_tokens
         # The scheduler says STOP for a token only; stop strings are found here.
@@ -255,6 +269,9 @@ class Generation:
         update = self._pending.get(branch.index)
         if update is None:
             update = self._pending[branch.index] = Update(branch.index)
+            if not branch.told and request.params.prompt_logprobs is not None:
+                update.prompt_logprobs = self._prompt_logprobs[number]
+            branch.told = True
         update.text += text
         update.token_ids += delta.token_ids[:counted]
         if request.params.logprobs is not None or request.params.ranks_by_logprob:

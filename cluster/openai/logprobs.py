@@ -91,6 +91,35 @@ class LogprobWriter:
         }
         return self._with_top_ids(block, entries, num_top)
 
+    def prompt(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int
+    ) -> dict[str, Any]:
+        """As `completion`, of an echoed prompt: nothing foretells its first token, which has null for numbers."""
+        block = self.completion(token_ids, [TokenLogprobs(0.0), *entries], num_top)
+        for name in ("token_logprobs", "top_logprobs"):
+            block[name][0] = None
+        return block
+
+    def prompt_tokens(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int
+    ) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` in vLLM's shape: one object a token, from ids as strings to numbers; null for the first.
+
+        `rank` is null for a token that is not among the likeliest which were asked for."""
+        told: list[dict[str, Any] | None] = [None]
+        for token, entry in zip(token_ids[1:], entries, strict=True):
+            ranked = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+            found = {
+                str(index): self._ranked(index, logprob, rank)
+                for rank, (index, logprob) in enumerate(ranked, 1)
+            }
+            found.setdefault(str(token), self._ranked(token, entry.logprob, None))
+            told.append(found)
+        return told
+
+    def _ranked(self, index: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(index)}
+
     def _with_top_ids(
         self, block: dict[str, Any], entries: Sequence[TokenLogprobs], num_top: int
     ) -> dict[str, Any]:

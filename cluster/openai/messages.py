@@ -6,10 +6,9 @@ a list of parts or null that reached them would fail or be written out as Python
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from octavo.cluster.openai.errors import UnsupportedParameterError
 from octavo.protos.errors import InvalidRequestError
@@ -103,8 +102,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
-                arguments = orjson.loads(function["arguments"] or "{}")
-            except orjson.JSONDecodeError:
+                # Not orjson, which makes a float of an integer beyond 64 bits.
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
                 arguments = function["arguments"]  # a model wrote it; it may be broken, and is shown as it is
             call = {**call, "function": {**function, "arguments": arguments}}
         clean.append(dict(call))

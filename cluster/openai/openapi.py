@@ -42,6 +42,40 @@ _MESSAGES: Schema = {
 }
 
 
+_KINDS: dict[str, Schema] = {
+    "json": {"type": ["object", "string", "null"]},
+    "regex": _maybe("string"),
+    "choice": _maybe("array", items=_TEXT, minItems=1),
+    "grammar": _maybe("string"),
+}
+_STRUCTURED: dict[str, Schema] = {
+    "response_format": _maybe(
+        "object",
+        properties={
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": _maybe(
+                "object", properties={"name": _maybe("string"), "schema": {"type": "object"}}
+            ),
+        },
+    ),
+    **{f"guided_{name}": schema for name, schema in _KINDS.items()},
+    "structured_outputs": _maybe("object", properties={**_KINDS, "json_object": _FLAG}),
+    "prompt_logprobs": _maybe("integer", minimum=0, maximum=MAX_LOGPROBS),
+}
+_FUNCTION = _object(
+    ("name",), {"name": _TEXT, "description": _maybe("string"), "parameters": _maybe("object")}
+)
+_TOOLS: dict[str, Schema] = {
+    "tools": _maybe(
+        "array",
+        items=_object(("type", "function"), {"type": {"enum": ["function"]}, "function": _FUNCTION}),
+        maxItems=128,
+    ),
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
+    "parallel_tool_calls": _FLAG,
+}
+
+
 def _sampling(tokens: Schema, count: Schema) -> dict[str, Schema]:
     """Fields that all but responses share. `tokens`: an id of the vocabulary; `count`: of tokens that fit the model."""
     return {
@@ -73,7 +107,9 @@ def _sampling(tokens: Schema, count: Schema) -> dict[str, Schema]:
         "use_prefix_cache": _FLAG,
         "return_token_ids": _FLAG,
         "stream": _FLAG,
-        "stream_options": _maybe("object", properties={"include_usage": _FLAG}),
+        "stream_options": _maybe(
+            "object", properties={"include_usage": _FLAG, "continuous_usage_stats": _FLAG}
+        ),
         "user": _maybe("string"),
     }
 
@@ -91,13 +127,17 @@ def _bodies(model: ModelInfo) -> dict[str, Schema]:
             ("messages",),
             {
                 **sampling,
+                **_STRUCTURED,
+                **_TOOLS,
                 "messages": _MESSAGES,
                 "max_completion_tokens": count,
                 "logprobs": _FLAG,
                 "top_logprobs": top,
             },
         ),
-        COMPLETIONS: _object(("prompt",), {**sampling, "prompt": prompt, "echo": _FLAG, "logprobs": top}),
+        COMPLETIONS: _object(
+            ("prompt",), {**sampling, **_STRUCTURED, "prompt": prompt, "echo": _FLAG, "logprobs": top}
+        ),
         RESPONSES: _object(
             ("input",),
             {

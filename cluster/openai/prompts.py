@@ -94,7 +94,10 @@ async def chat_prompt(call: ChatCall, tokenizer: Tokenizer, model: ModelInfo, co
         if call.instructions is not None:
             messages.insert(0, {"role": "system", "content": call.instructions})
         text = tokenizer.render_chat(
-            messages, add_generation_prompt=call.add_generation_prompt, kwargs=call.template_kwargs
+            messages,
+            add_generation_prompt=call.add_generation_prompt,
+            kwargs=call.template_kwargs,
+            tools=call.tools.definitions if call.tools is not None else None,
         )
         _refuse_endless(text, tokenizer, model, "the conversation", name)
         ids = tokenizer.encode(text, call.add_special_tokens)

@@ -30,6 +30,10 @@ class Shape(Protocol):
     object: str
     """Of a whole reply."""
     chunk_object: str
+    echoes: bool
+    """The prompt is a part of each choice's text."""
+    one_prompt: bool
+    """There is never more than one."""
 
     def chunk(self, update: Update, logprobs: dict[str, Any] | None, first: bool) -> list[dict[str, Any]]:
         """The choices, each for an event of its own, that tell `update`; `first`: nothing was told before."""
@@ -85,22 +89,24 @@ class JsonRenderer:
         """Nothing: every choice opens with its own first update."""
         return b""
 
-    def updates(self, updates: Sequence[Update]) -> bytes:
+    def updates(self, updates: Sequence[Update], generation: Generation) -> bytes:
         events = []
+        usage = orjson.dumps(generation.usage().as_dict()) if self._call.continuous_usage else None
         for update in updates:
             first = update.index not in self._started
             self._started.add(update.index)
-            logprobs = self._logprobs(update) if self._wants_logprobs and update.token_ids else None
+            logprobs = self._logprobs(update) if self._wants_logprobs and self._has_tokens(update) else None
             tells_ids = self._call.return_token_ids and (update.token_ids or first)
             if not (first or update.text or update.finish_reason or logprobs or tells_ids):
                 continue  # a part of a character, or what may become a stop string: nothing to tell yet
             choices = self._shape.chunk(update, logprobs, first)
+            if not choices:
+                continue  # what may become the call of a tool, likewise
             _add_score(choices[-1], update)
             if self._call.return_token_ids:
                 self._add_ids(choices[-1], update, with_prompt=first)
-            events += [
-                event(self._chunk_head + orjson.dumps(choice) + self._chunk_tail) for choice in choices
-            ]
+            tail = self._chunk_tail if usage is None else b'],"usage":' + usage + b"}"
+            events += [event(self._chunk_head + orjson.dumps(choice) + tail) for choice in choices]
         return b"".join(events)
 
     def last(self, generation: Generation) -> bytes:
@@ -120,8 +126,12 @@ class JsonRenderer:
             _add_score(choice, update)
             if self._call.return_token_ids:
                 self._add_ids(choice, update, with_prompt=True)
+            if self._call.prompt_logprobs is not None and not self._shape.one_prompt:
+                choice["prompt_logprobs"] = self._prompt_tokens(update)
             choices.append(choice)
         reply = {**self._frame, "choices": choices, "usage": generation.usage().as_dict()}
+        if self._call.prompt_logprobs is not None and self._shape.one_prompt:
+            reply["prompt_logprobs"] = self._prompt_tokens(updates[0])
         if self._call.return_token_ids and len(self._prompts) == 1:
             reply["prompt_token_ids"] = self._prompts[0].token_ids.tolist()
             if (metrics := generation.request_metrics()[0]) is not None:
@@ -132,21 +142,46 @@ class JsonRenderer:
     def _wants_logprobs(self) -> bool:
         return self._call.params.logprobs is not None
 
+    def _has_tokens(self, update: Update) -> bool:
+        return bool(update.token_ids) or (self._shape.echoes and update.prompt_logprobs is not None)
+
+    def _prompt_of(self, update: Update) -> list[int]:
+        ids: list[int] = self._prompts[update.index // self._call.params.n].token_ids.tolist()
+        return ids
+
+    def _prompt_tokens(self, update: Update) -> list[dict[str, Any] | None]:
+        return self._writer(offset=0).prompt_tokens(
+            self._prompt_of(update), update.prompt_logprobs or (), self._call.prompt_logprobs or 0
+        )
+
+    def _writer(self, offset: int) -> LogprobWriter:
+        return LogprobWriter(
+            self._tokenizer,
+            skip_special_tokens=self._call.params.skip_special_tokens,
+            with_ids=self._call.return_token_ids,
+            offset=offset,
+        )
+
     def _logprobs(self, update: Update) -> dict[str, Any]:
+        """Of the update's tokens, and before those of its prompt where that is a part of the text."""
+        told = self._output_logprobs(update)
+        if update.prompt_logprobs is None or not self._shape.echoes:
+            return told
+        num_top = self._call.params.logprobs or 0
+        prompt = self._writer(offset=0).prompt(self._prompt_of(update), update.prompt_logprobs, num_top)
+        return {name: values + told[name] for name, values in prompt.items()}
+
+    def _output_logprobs(self, update: Update) -> dict[str, Any]:
         writer = self._writers.get(update.index)
         if writer is None:
-            writer = self._writers[update.index] = LogprobWriter(
-                self._tokenizer,
-                skip_special_tokens=self._call.params.skip_special_tokens,
-                with_ids=self._call.return_token_ids,
-                offset=len(self._shape.echoed(update.index)),
-            )
+            writer = self._writer(offset=len(self._shape.echoed(update.index)))
+            self._writers[update.index] = writer
         return self._shape.logprobs(writer, update)
 
     def _add_ids(self, choice: dict[str, Any], update: Update, *, with_prompt: bool) -> None:
         choice["token_ids"] = update.token_ids
         if with_prompt:
-            choice["prompt_token_ids"] = self._prompts[update.index // self._call.params.n].token_ids.tolist()
+            choice["prompt_token_ids"] = self._prompt_of(update)
 
 
 def _add_score(choice: dict[str, Any], update: Update) -> None:

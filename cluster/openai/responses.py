@@ -41,7 +41,7 @@ class ResponseRenderer:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": call.text_format},
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": 0,
@@ -57,7 +57,7 @@ class ResponseRenderer:
             + self._part_event("response.content_part.added", part=_part(""))
         )
 
-    def updates(self, updates: Sequence[Update]) -> bytes:
+    def updates(self, updates: Sequence[Update], generation: Generation) -> bytes:
         delta = "".join(update.text for update in updates)
         self._take(updates)
         return self._part_event("response.output_text.delta", delta=delta, logprobs=[]) if delta else b""

@@ -8,13 +8,16 @@ lacks it would be wrong; a field that nobody knows is ignored and reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from octavo.cluster.openai import unsupported
 from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.errors import UnsupportedParameterError
+from octavo.cluster.openai.structured import Wanted, wanted_output, wanted_text
+from octavo.cluster.openai.tools import Tools, tools_of
 from octavo.protos.errors import InvalidRequestError
 from octavo.protos.types import MAX_LOGPROBS, MAX_N, SamplingParams
 
@@ -35,6 +38,7 @@ _SAMPLING_NAMES = (
     "top_p",
     "top_k",
     "min_p",
+    "prompt_logprobs",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -46,91 +50,6 @@ _SAMPLING_NAMES = (
 )
 """Fields that go to `SamplingParams` as they are."""
 
-_UNSUPPORTED: dict[str, Collection[Any]] = {
-    "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "lora_path": (),
-    "vllm_xargs": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "kv_transfer_params": (),
-    "prompt_embeds": (),
-    "thinking_token_budget": (),
-}
-"""Known, not served: field to the values that ask for nothing and so are let through."""
-
-_UNSUPPORTED_COMPLETIONS: dict[str, Collection[Any]] = {**_UNSUPPORTED, "suffix": ("",)}
-
-_UNSUPPORTED_FORK: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED_COMPLETIONS,
-    "prompt": (),
-    "messages": (),
-    "echo": (False,),
-}
-
-_UNSUPPORTED_CHAT: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": ([], ["text"]),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "moderation": (),
-    "store": (False,),
-    "echo": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "include_reasoning": (True, False),
-}
-
-_UNSUPPORTED_RESPONSES: dict[str, Collection[Any]] = {
-    **_UNSUPPORTED,
-    "n": (1,),
-    "best_of": (1,),
-    "beam_width": (),
-    "length_penalty": (),
-    "early_stopping": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "return_token_ids": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "max_tool_calls": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": ([],),
-    "include": ([],),
-    "reasoning": ({}, {"effort": "none"}),
-    "truncation": ("disabled",),
-    "moderation": (),
-    "image": (),
-    "access_programs": (),
-}
 _STATELESS = "is not supported by this server, which keeps no responses: send the whole conversation as input"
 
 _WITHOUT_EFFECT = (
@@ -154,6 +73,8 @@ class Call:
     """The caller named a limit: if it cannot be kept the call is refused, not cut."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """The counts so far in every chunk, too."""
     cache_salt: str = ""
     use_prefix_cache: bool = True
     priority: int = 0
@@ -161,6 +82,12 @@ class Call:
     """Seconds."""
     return_token_ids: bool = False
     add_special_tokens: bool = True
+    without_output: bool = False
+    """Only the prompt is asked for: `max_tokens` 0. One token is made all the same, and not told."""
+    prompt_logprobs: int | None = None
+    """Asked for by this name; `params` has the most that any field asks for."""
+    output_param: str = ""
+    """The field that says what the output must match, where one does."""
     ignored: tuple[str, ...] = ()
     """Fields that nobody knows, for the reply's header."""
 
@@ -183,6 +110,9 @@ class ChatCall(Call):
     """A system message before all others."""
     messages_field: str = "messages"
     """What the caller named `messages`."""
+    tools: Tools | None = None
+    text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
+    """Of a response, as given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,16 +127,14 @@ def parse_completion(body: Body, config: HttpConfig) -> CompletionCall:
     if "prompt" not in body:
         raise InvalidRequestError("prompt is missing", param="prompt")
     prompt = body.any("prompt")
-    body.refuse(_UNSUPPORTED_COMPLETIONS)
-    params = _completion_params(body, config)
+    body.refuse(unsupported.COMPLETIONS)
     echo = body.flag("echo")
-    if echo and "logprobs" in body:
-        raise UnsupportedParameterError(
-            "logprobs", "of the prompt (with echo) is not supported by this server"
-        )
+    params, wanted = _completion_params(body, config, echo=echo)
     return CompletionCall(
         **_common(body, params, "max_tokens" in body),
         prompt=prompt,
+        output_param=wanted,
+        without_output=echo and _is_zero(body.any("max_tokens")),
         echo=echo,
         add_special_tokens=_special(body, True),
     )
@@ -219,18 +147,35 @@ def parse_fork(body: Body, config: HttpConfig) -> ForkCall:
         raise InvalidRequestError("request_id is missing", param="request_id")
     if "cache_salt" in body:
         raise UnsupportedParameterError("cache_salt", "cannot be chosen: a fork has its parent's")
-    body.refuse(_UNSUPPORTED_FORK)
-    params = _completion_params(body, config)
+    body.refuse(unsupported.FORK)
+    params, wanted = _completion_params(body, config)
     branch = body.integer("branch", 0, 0, MAX_N - 1)
-    return ForkCall(**_common(body, params, "max_tokens" in body), request_id=request_id, branch=branch)
+    return ForkCall(
+        **_common(body, params, "max_tokens" in body),
+        output_param=wanted,
+        request_id=request_id,
+        branch=branch,
+    )
 
 
-def _completion_params(body: Body, config: HttpConfig) -> SamplingParams:
+def _completion_params(body: Body, config: HttpConfig, *, echo: bool = False) -> tuple[SamplingParams, str]:
+    """And the field that says what the output must match, or ""."""
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_output(body))
     sampling["max_tokens"] = body.any("max_tokens") if "max_tokens" in body else COMPLETIONS_MAX_TOKENS
+    if _is_zero(sampling["max_tokens"]) and echo:
+        sampling["max_tokens"] = 1
     if "logprobs" in body:
         sampling["logprobs"] = body.any("logprobs")
-    return SamplingParams(**sampling)
+    params = SamplingParams(**sampling)
+    if echo and params.logprobs is not None:
+        # The prompt is a part of the text then, and its tokens are told like all others.
+        params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    return params, wanted
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
 
 
 def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
@@ -238,9 +183,18 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
     if "messages" not in body:
         raise InvalidRequestError("messages is missing", param="messages")
     messages = body.any("messages")
-    body.refuse(_UNSUPPORTED_CHAT)
-    body.flag("parallel_tool_calls")
+    body.refuse(unsupported.CHAT)
+    tools = tools_of(body)
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_output(body))
+    if tools is not None:
+        if wanted:
+            raise InvalidRequestError(
+                f"{wanted} cannot be combined with tools, whose calls it would forbid", param=wanted
+            )
+        forced = tools.structured_output()
+        if forced is not None:
+            wanted = _wanted(sampling, Wanted(forced, "tools"))
     limit_name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     if "max_tokens" in body and body.any("max_tokens") != body.any(limit_name):
         raise InvalidRequestError(
@@ -252,19 +206,30 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if logprobs:
         sampling["logprobs"] = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
-    template_kwargs = body.any("chat_template_kwargs") or {}
-    if not isinstance(template_kwargs, dict):
-        raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
     params = _params(sampling, limit_name)
     add_generation_prompt = body.flag("add_generation_prompt", True)
+    special, kwargs = _special(body, False), template_kwargs(body)
+    common = _common(body, params, limit_name in body)
+    if tools is not None and tools.asks_strictness_in_vain:
+        common["ignored"] += ("tools.function.strict",)
     return ChatCall(
-        **_common(body, params, limit_name in body),
+        **common,
         messages=messages,
+        output_param=wanted,
+        tools=tools,
         logprobs=logprobs,
         add_generation_prompt=add_generation_prompt,
-        template_kwargs=template_kwargs,
-        add_special_tokens=_special(body, False),
+        template_kwargs=kwargs,
+        add_special_tokens=special,
     )
+
+
+def template_kwargs(body: Body) -> Mapping[str, Any]:
+    """Variables for the chat template. Raises `InvalidRequestError`."""
+    given = body.any("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    return given
 
 
 def parse_response(body: Body, config: HttpConfig) -> ChatCall:
@@ -275,19 +240,22 @@ def parse_response(body: Body, config: HttpConfig) -> ChatCall:
         if body.any(name) not in (None, False):
             raise UnsupportedParameterError(name, _STATELESS)
     messages = _input_messages(body.any("input"))
-    body.refuse(_UNSUPPORTED_RESPONSES)
+    body.refuse(unsupported.RESPONSES)
     text = body.object("text")
     if text is not None:
-        text.refuse({"format": ({"type": "text"},), "verbosity": ("medium",)})
+        text.refuse({"verbosity": ("medium",)})
     body.flag("parallel_tool_calls")
     sampling = _sampling(body, config)
+    wanted = _wanted(sampling, wanted_text(text) if text is not None else None)
     sampling["max_tokens"] = body.any("max_output_tokens")
     params = _params(sampling, "max_output_tokens")
     instructions = body.text("instructions", chars_max=config.body_bytes_max)
     return ChatCall(
         **_common(body, params, "max_output_tokens" in body),
         messages=messages,
+        output_param=wanted,
         instructions=instructions,
+        text_format=(text.any("format") if text is not None else None) or {"type": "text"},
         messages_field="input",
         add_special_tokens=_special(body, False),
     )
@@ -304,6 +272,14 @@ def _input_messages(given: Any) -> Any:
                 f"input[{index}]", f"is of type {kind!r:.80}, and only messages are supported by this server"
             )
     return given
+
+
+def _wanted(sampling: dict[str, Any], wanted: Wanted | None) -> str:
+    """Put what the output must match among the sampling parameters; returns the field that said so, or ""."""
+    if wanted is None:
+        return ""
+    sampling["structured_output"] = wanted.output
+    return wanted.param
 
 
 def _special(body: Body, default: bool) -> bool:
@@ -354,27 +330,36 @@ def _common(body: Body, params: SamplingParams, explicit_max_tokens: bool) -> di
             f"best_of above n ({params.n}) cannot be streamed: which choices are the best is known at the end",
             param="best_of",
         )
-    include_usage = False
+    include_usage = continuous_usage = False
     options = body.object("stream_options")
     if options is not None:
         if not stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
         include_usage = options.flag("include_usage")
         options.flag("include_obfuscation")
-        if options.flag("continuous_usage_stats"):
-            raise UnsupportedParameterError("continuous_usage_stats")
+        continuous_usage = options.flag("continuous_usage_stats")
+        if continuous_usage and not include_usage:
+            raise InvalidRequestError(
+                "continuous_usage_stats needs include_usage", param="continuous_usage_stats"
+            )
     common: dict[str, Any] = {
         "model": body.text("model"),
         "params": params,
         "explicit_max_tokens": explicit_max_tokens,
         "stream": stream,
         "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
         "cache_salt": body.text("cache_salt", "") or "",
         "use_prefix_cache": body.flag("use_prefix_cache", True),
         "timeout": body.seconds("timeout", TIMEOUT_SECONDS_MAX),
         "priority": body.integer("priority", 0, -PRIORITY_MAX, PRIORITY_MAX),
         "return_token_ids": body.flag("return_token_ids"),
+        "prompt_logprobs": body.any("prompt_logprobs"),
     }
+    if stream and common["prompt_logprobs"] is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs are told with a whole reply only; leave stream out", param="prompt_logprobs"
+        )
     body.text("user")
     for name in (*_WITHOUT_EFFECT, "add_special_tokens"):
         body.any(name)

@@ -41,8 +41,8 @@ class Renderer(Protocol):
         """Events before any token."""
         ...
 
-    def updates(self, updates: Sequence[Update]) -> bytes:
-        """The events of `updates`."""
+    def updates(self, updates: Sequence[Update], generation: Generation) -> bytes:
+        """The events of `updates`, which `generation` has just given."""
         ...
 
     def last(self, generation: Generation) -> bytes:
@@ -131,7 +131,7 @@ class GenerationResponse(Response):
         head = self._renderer.first()
         try:
             while updates is not None:
-                if body := head + self._renderer.updates(updates):
+                if body := head + self._renderer.updates(updates, generation):
                     yield body
                 head = b""
                 await self._wait_for_company()

@@ -7,6 +7,8 @@ from typing import Any
 from octavo.cluster.openai.body import Body
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.messages import normalise_messages
+from octavo.cluster.openai.schemas import template_kwargs
+from octavo.cluster.openai.tools import tools_of
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.protos.types import ModelInfo, checked_prompt_ids
@@ -25,12 +27,19 @@ async def tokenize(body: Body, tokenizer: Tokenizer, model: ModelInfo, config: H
     generation_prompt = body.flag("add_generation_prompt", True)
     prompt = "" if chat else body.text("prompt", chars_max=config.body_bytes_max) or ""
     messages = body.any("messages")
+    tools = tools_of(body) if chat else None
+    kwargs = template_kwargs(body) if chat else {}
 
     def work() -> list[int]:
         text = prompt
         if chat:
             clean = normalise_messages(messages, config.messages_per_request_max)
-            text = tokenizer.render_chat(clean, add_generation_prompt=generation_prompt)
+            text = tokenizer.render_chat(
+                clean,
+                add_generation_prompt=generation_prompt,
+                kwargs=kwargs,
+                tools=tools.definitions if tools is not None else None,
+            )
         if tokenizer.fewest_tokens(text) > TOKENS_PER_CONTEXT * model.max_model_len:
             raise RequestTooLargeError("the text is too long to tokenise here", param="prompt")
         return tokenizer.encode(text, special)

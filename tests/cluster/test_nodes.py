@@ -81,7 +81,7 @@ class System(test_service.System):
 
         return {
             worker_id: self.node_of(worker_actor_name(worker_id))
-            for worker_id in self.service._fleet.worker_ids
+            for worker_id in self.service._system._fleet.worker_ids
         }
 
 

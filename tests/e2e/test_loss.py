@@ -9,6 +9,7 @@ import pytest
 
 from octavo.cluster.backend import HealthStatus
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import Request, SamplingParams, checked_prompt_ids
 
 from ..cluster.fake_cluster import Cluster
@@ -19,7 +20,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.95, n=2, max_tokens=48, seed=11, presence_penalty=0.3, ignore_eos=True
 )
-NUM_GREEDY, NUM_SAMPLED = 4, 1
+GUIDED = SamplingParams(
+    temperature=0.8,
+    n=2,
+    max_tokens=48,
+    seed=12,
+    structured_output=StructuredOutput.regex("([a-z]{1,9} [0-9]{1,3}, ){80,99}"),
+)
+NUM_GREEDY = 4
+OTHERS = [SAMPLED, GUIDED]
 
 
 class RealCluster(Cluster):
@@ -57,7 +66,7 @@ def test_d22_lost_worker_and_coordinator_are_invisible(golden, default_model_dir
     vocab_size = executor.info.model.vocab_size
 
     def requests(name):
-        params = [GREEDY] * NUM_GREEDY + [SAMPLED] * NUM_SAMPLED
+        params = [GREEDY] * NUM_GREEDY + OTHERS
         return [
             Request(
                 request_id=f"{name} {index}",

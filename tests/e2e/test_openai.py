@@ -99,6 +99,62 @@ def test_d12_emoji_streams_equal_the_whole(client, model):
         assert "".join(part.choices[0].text for part in parts) == whole
 
 
+def test_d18_bytes_of_log_probabilities_are_the_text(client, model):
+    messages = [{"role": "user", "content": "Repeat: " + "\U0001f9ce" * 10}]
+    for options in ({}, {"extra_body": {"top_k": 1}}):
+        choice = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            logprobs=True,
+            top_logprobs=5,
+            max_tokens=20,
+            temperature=1,
+            seed=3,
+            **options,
+        ).choices[0]
+        entries = choice.logprobs.content
+        assert all(len(entry.top_logprobs) == 5 for entry in entries)
+        assert (
+            b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace")
+            == choice.message.content
+        )
+        if options:
+            assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
+
+
+def test_prompts_are_scored_as_they_were_made(client, model):
+    """What lm-eval does: a whole text is sent with `echo`, and its tokens' log-probabilities come back."""
+    options = {"model": model, "logprobs": 1, "temperature": 0}
+    made = client.completions.create(
+        prompt="The capital of France is", max_tokens=8, extra_body={"return_token_ids": True}, **options
+    ).model_dump()
+    ids = made["prompt_token_ids"] + made["choices"][0]["token_ids"]
+    count = len(made["prompt_token_ids"])
+    for limit in (0, 1):
+        block = (
+            client.completions.create(prompt=[ids], echo=True, max_tokens=limit, **options)
+            .choices[0]
+            .logprobs
+        )
+        assert len(block.tokens) == len(ids) + limit
+        assert block.token_logprobs[0] is None
+        scored = block.token_logprobs[count : len(ids)]
+        assert scored == pytest.approx(made["choices"][0]["logprobs"]["token_logprobs"], abs=1e-2)
+        for token, tops in zip(
+            block.tokens[count : len(ids)], block.top_logprobs[count : len(ids)], strict=True
+        ):
+            assert max(tops, key=tops.get) == token
+
+
+def test_a_prompts_log_probabilities_are_no_part_of_its_timeline(client, model):
+    reply = client.completions.create(
+        model=model, prompt="Once upon a time", max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    assert len(reply.choices[0].prompt_logprobs) == reply.usage.prompt_tokens
+    timeline = client.get(f"/requests/{reply.id}", cast_to=object)
+    assert [event["event"] for event in timeline["events"]][-1] == "finished"
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "param"),
     [

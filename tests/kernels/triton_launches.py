@@ -107,7 +107,7 @@ def elementwise() -> None:
 
 def sampling() -> None:
     logits = torch.randn(8, 4096)
-    gpu_sampler.GpuSampler(torch.device("cpu"))._tokens(logits, gpu_sampler._made_up(8))
+    gpu_sampler.GpuSampler(torch.device("cpu"))._tokens(logits, gpu_sampler._made_up(8), None)
     index, number = torch.tensor([0]), torch.tensor([0.5], dtype=torch.float64)
     sample.edit_logits(logits, sample.BAN, index, index)
     sample.edit_logits(logits, sample.BIAS, index, index, number)

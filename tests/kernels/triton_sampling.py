@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from octavo.worker.gpu_sampler import GpuSampler
 from octavo.worker.random import uniforms
 from octavo.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 
-from ..worker.sampling_reference import make_batch, make_request
+from ..worker.sampling_reference import make_batch, make_masks, make_request
 from .triton_device import DEVICE
 
 TILE = 128
@@ -186,6 +188,29 @@ def test_the_workers_sampler_draws_the_same() -> None:
     assert GpuSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), plain).token_ids.tolist() == (
         expected.token_ids[:2].tolist()
     )
+
+
+def test_grammars_are_kept_as_by_torch() -> None:
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(4)) * 3
+    allowed = {0: {5, 190}, 2: set(range(40, 60)), 3: {199}}
+    options: list[tuple[int, dict[str, object]]] = [
+        (0, {"temperature": 0.0}),
+        (0, {"temperature": 0.0}),
+        (1, {"temperature": 1.0, "top_p": 0.9, "logit_bias": {50: 2.0, 7: 100.0}}),
+        (2, {"temperature": 1.0}),
+    ]
+    samples = [
+        (row, make_request(SamplingParams(max_tokens=50, **params), [3], seed=k), [], 0)
+        for k, (row, params) in enumerate(options)
+    ]
+    for masks in (make_masks(allowed, 200, {3: "it failed"}), make_masks({0: {5, 190}}, 200)):
+        batch = make_batch(samples, 200)
+        edited = batch.edited | np.isin(np.arange(len(samples)), masks.samples)
+        batch = dataclasses.replace(batch, edited=edited)
+        expected = Sampler().sample(logits, batch, masks)
+        actual = GpuSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), batch, masks)
+        assert actual.token_ids.tolist() == expected.token_ids.tolist()
+        assert actual.errors == expected.errors
 
 
 def test_the_check_at_start_holds() -> None:

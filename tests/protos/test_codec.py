@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.protos import codec, common_pb2, coordinator_pb2, errors, worker_pb2
+from octavo.protos.structured_output import OutputKind, StructuredOutput
 from octavo.protos.types import (
     FinishReason,
     ModelInfo,
     NewSequence,
     OutputDelta,
+    PromptLogprobs,
     Request,
     RequestMetrics,
     SamplingParams,
@@ -67,7 +69,7 @@ sampling = st.builds(
     min_p=st.floats(0, 1),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 10, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 10),
     logit_bias=st.dictionaries(INT32, st.floats(-100, 100), max_size=5),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=8), max_size=4).map(tuple),
@@ -75,7 +77,12 @@ sampling = st.builds(
     include_stop_str_in_output=st.booleans(),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     skip_special_tokens=st.booleans(),
+)
+structured = st.builds(
+    SamplingParams,
+    structured_output=st.builds(StructuredOutput, st.sampled_from(OutputKind), TEXT),
 )
 beams = st.builds(
     SamplingParams,
@@ -85,7 +92,7 @@ beams = st.builds(
     length_penalty=st.floats(-10, 10),
     early_stopping=st.sampled_from([True, False, "never"]),
 )
-params = sampling | beams
+params = sampling | structured | beams
 requests = st.builds(
     Request,
     request_id=st.text(min_size=1, max_size=32),
@@ -101,12 +108,16 @@ requests = st.builds(
     timeout_seconds=st.none() | SECONDS,
     tenant=TEXT,
 )
-logprob_entries = st.none() | st.builds(
+given_entries = st.builds(
     lambda logprob, top: TokenLogprobs(
         logprob, tuple(key for key, _ in top), tuple(value for _, value in top)
     ),
     FINITE,
     st.lists(st.tuples(INT32, FINITE), max_size=4),
+)
+logprob_entries = st.none() | given_entries
+prompt_logprobs = st.builds(
+    PromptLogprobs, st.integers(1, 2**31 - 1), st.lists(given_entries, min_size=1, max_size=3).map(tuple)
 )
 
 
@@ -164,6 +175,7 @@ def results(draw):
         epoch=draw(st.integers(1, 2**63)),
         token_ids=np.array(tokens, np.int32),
         logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(draw(st.lists(st.tuples(INT32, prompt_logprobs), max_size=2))),
         row_errors=tuple(row_errors),
         step_seconds=draw(SECONDS),
         parts_seconds=draw(st.dictionaries(TEXT, SECONDS, max_size=3)),
@@ -180,6 +192,7 @@ def deltas(draw):
         offset=draw(INT32),
         token_ids=tuple(tokens),
         logprobs=tuple(logprobs),
+        prompt_logprobs=draw(st.none() | prompt_logprobs),
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         request_finished=draw(st.booleans()),
         error=draw(st.none() | TEXT),
@@ -240,7 +253,8 @@ class TestRoundTrips:
 
     @given(deltas())
     def test_delta(self, delta):
-        assert same(codec.decode_delta(over_the_wire(codec.encode_delta(delta))), delta)
+        sent = over_the_wire(codec.encode_outputs([delta, delta]))
+        assert same([codec.decode_delta(message) for message in sent.deltas], [delta, delta])
 
     @given(workers)
     def test_worker_info(self, info):
@@ -249,6 +263,16 @@ class TestRoundTrips:
     def test_logprobs_keep_infinities(self):
         entry = TokenLogprobs(-math.inf, (3,), (-math.inf,))
         assert codec.decode_logprobs(codec.encode_logprobs([entry, None])) == (entry, None)
+
+    def test_what_no_peer_may_say(self):
+        gap = codec.encode_prompt_logprobs(PromptLogprobs(1, (TokenLogprobs(-1.0),)))
+        gap.logprobs.present = b"\1\0"
+        early = common_pb2.PromptLogprobs(start=0, logprobs=codec.encode_logprobs([TokenLogprobs(-1.0)]))
+        for message in (gap, early):
+            with pytest.raises(errors.ProtocolError, match="prompt"):
+                codec.decode_prompt_logprobs(message)
+        with pytest.raises(errors.ProtocolError, match="kind"):
+            codec.decode_structured_output(common_pb2.StructuredOutput(text="a"))
 
     def test_a_key_with_the_top_bit_set_keeps_its_64_bits(self):
         request = Request(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import (
     ModelInfo,
     NewSequence,
@@ -24,11 +25,13 @@ from octavo.protos.types import (
 )
 from octavo.worker.executor import Executor
 from octavo.worker.forward_batch import ForwardBatch
+from octavo.worker.grammars import Grammars
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_pool import KVPool, KVShape
 from octavo.worker.plan_checks import BatchLimits
 from octavo.worker.sampler import Sampler
 from octavo.worker.swap import SwapSpace
+from octavo.worker.vocabulary import Vocabulary
 
 from .sampling_reference import draw, make_request
 
@@ -43,11 +46,51 @@ def next_logits(context: list[int]) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32)
 
 
+def allowed_after(outputs: list[int]) -> list[int]:
+    """What the fake grammar lets come next: every third token, which ones depends on all before."""
+    start = (sum(outputs) + len(outputs)) % 3
+    return sorted({*range(start, VOCAB, 3), *([EOS] if len(outputs) > 2 else [])})
+
+
+class FakeMatcher:
+    """Implements `grammars.Matcher`."""
+
+    def __init__(self, outputs=()) -> None:
+        self.outputs = list(outputs)
+
+    def accept(self, token: int) -> bool:
+        allowed = token in allowed_after(self.outputs)
+        self.outputs.append(token)
+        return allowed
+
+    def fill(self, words: np.ndarray, index: int) -> None:
+        bits = np.zeros(VOCAB, np.uint8)
+        bits[allowed_after(self.outputs)] = 1
+        words[index] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def fork(self) -> FakeMatcher:
+        return FakeMatcher(self.outputs)
+
+
+class FakeGrammars(Grammars):
+    """Knows one grammar, whatever is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Vocabulary((), (EOS,), None), "xgrammar")
+        self._backend = self
+
+    def _compile(self, wanted: StructuredOutput) -> type[FakeMatcher]:
+        return FakeMatcher
+
+
 def expected_tokens(request: Request, branch: int, max_tokens: int) -> list[int]:
     """What a branch must get, by the plain reference sampler."""
     context, outputs = request.prompt_token_ids.tolist(), []
     while True:
-        token = draw(next_logits(context + outputs), request, outputs, branch)
+        logits = next_logits(context + outputs)
+        if request.params.structured_output is not None:
+            logits[np.setdiff1d(np.arange(VOCAB), allowed_after(outputs))] = -np.inf
+        token = draw(logits, request, outputs, branch)
         outputs.append(token)
         if finish_reason(request, len(outputs), token, max_tokens):
             return outputs
@@ -79,6 +122,8 @@ class FakeRunner:
         assert bounds[0] == 0
         assert bounds[-1] == num_tokens
         rows = {}
+        wanted = set(batch.logit_rows.tolist())
+        assert len(wanted) == len(batch.logit_rows)
         for s, length in enumerate(batch.context_lens.tolist()):
             table = batch.block_tables[s].long()
             context = keys[table].reshape(-1)[:length].int().tolist()
@@ -86,8 +131,9 @@ class FakeRunner:
             assert batch.positions[bounds[s] : bounds[s + 1]].tolist() == list(
                 range(length - bounds[s + 1] + bounds[s], length)
             )
-            rows[bounds[s + 1] - 1] = next_logits(context)
-            if length in self.poison:
+            for row in wanted.intersection(range(bounds[s], bounds[s + 1])):
+                rows[row] = next_logits(context[: length - (bounds[s + 1] - 1 - row)])
+            if length in self.poison and bounds[s + 1] - 1 in rows:
                 rows[bounds[s + 1] - 1][3] = self.poison[length]
         logits = [rows[row] for row in batch.logit_rows.tolist()]
         return torch.from_numpy(np.stack(logits) if logits else np.empty((0, VOCAB), np.float32))
@@ -127,9 +173,13 @@ def make_executor(
         max_num_seqs=max_num_seqs,
         kv_bytes_per_block=shape.bytes_per_block,
     )
-    input_batch = InputBatch(limits, num_blocks=num_blocks)
+    grammars = FakeGrammars()
+    input_batch = InputBatch(limits, num_blocks=num_blocks, grammars=grammars)
     sampler = sampler or Sampler()
-    return Executor(runner, pool, swap_space, input_batch, sampler, info, run_ahead=run_ahead), runner
+    executor = Executor(
+        runner, pool, swap_space, input_batch, sampler, info, grammars=grammars, run_ahead=run_ahead
+    )
+    return executor, runner
 
 
 def request_of(prompt, *, seed: int = 0, eos: bool = False, **params) -> Request:

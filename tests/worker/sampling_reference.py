@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from octavo.protos.types import Request, SamplingParams
+from octavo.worker.grammars import TokenMasks
 from octavo.worker.logit_rules import LogitEdits, LogitRules
 from octavo.worker.random import seed_bits, uniforms
 from octavo.worker.sampler import SamplingBatch
@@ -81,6 +82,17 @@ def draw(logits, request: Request, outputs=(), branch: int = 0) -> int:
         if number < running:
             return token
     return max(chances)
+
+
+def make_masks(
+    allowed: dict[int, set[int]], vocab_size: int, errors: dict[int, str] | None = None
+) -> TokenMasks:
+    """From the tokens that each of some samples may have."""
+    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), np.uint8)
+    for index, (_, tokens) in enumerate(sorted(allowed.items())):
+        bits[index, list(tokens)] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return TokenMasks(np.array(sorted(allowed), np.int64), words, errors or {})
 
 
 def make_batch(samples, vocab_size: int) -> SamplingBatch:

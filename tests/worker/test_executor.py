@@ -11,13 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.protos.errors import RequestTooLargeError, UnavailableError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import MASKED_TOKEN
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import TokensOut
+from octavo.scheduler.events import PromptLogprobsOut, TokensOut
 from octavo.scheduler.scheduler import Scheduler
 from octavo.worker.sampler import NOT_FINITE
 
-from .executor_support import BLOCK, VOCAB, Steps, expected_tokens, make_executor, new, request_of
+from .executor_support import (
+    BLOCK,
+    VOCAB,
+    Steps,
+    expected_tokens,
+    make_executor,
+    new,
+    next_logits,
+    request_of,
+)
 
 PROMPT = [5, 9, 11, 3, 7, 1, 8, 20, 33, 41]  # two full blocks and half of one
 
@@ -440,16 +450,19 @@ def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
     shared = data.draw(st.lists(ids, min_size=9, max_size=9))
     requests = {}
     for number in range(data.draw(st.integers(2, 6), label="requests")):
+        held = data.draw(st.booleans())
         request = request_of(
             shared[: data.draw(st.integers(1, 9))] + data.draw(st.lists(ids, max_size=4)),
             seed=number,
-            eos=data.draw(st.booleans()),
+            eos=held or data.draw(st.booleans()),
             n=data.draw(st.sampled_from([1, 1, 2, 3])),
             temperature=data.draw(st.sampled_from([0.0, 0.9])),
             max_tokens=data.draw(st.integers(1, 20)),
             frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
             top_p=data.draw(st.sampled_from([1.0, 0.8])),
             logprobs=data.draw(st.sampled_from([None, 1])),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, 2])),
+            structured_output=StructuredOutput.json_object() if held else None,
         )
         requests[f"r{number}"] = type(request)(
             **{
@@ -457,7 +470,7 @@ def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
                 "request_id": f"r{number}",
             }
         )
-    outputs = defaultdict(list)
+    outputs, prompts = defaultdict(list), defaultdict(list)
     waiting, sent = list(requests.values()), []
     for now in range(2000):
         if waiting and (now % 2 == 0 or not scheduler.has_work):
@@ -480,6 +493,20 @@ def test_d01_scheduler_and_executor_together_under_pressure(preemption, data):
                 tokens = outputs[event.request_id, event.branch]
                 assert event.offset == len(tokens)
                 tokens.extend(event.token_ids)
+                asked = requests[event.request_id].params.prompt_logprobs is not None
+                assert len(prompts[event.request_id]) == asked * (
+                    requests[event.request_id].num_prompt_tokens - 1
+                )
+            elif isinstance(event, PromptLogprobsOut):
+                assert event.logprobs.start == len(prompts[event.request_id]) + 1
+                prompts[event.request_id] += event.logprobs.entries
+    for name, found in prompts.items():
+        prompt = requests[name].prompt_token_ids.tolist()
+        for place, entry in enumerate(found, 1):
+            row = next_logits(prompt[:place]).astype(np.float64)
+            logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+            assert entry.logprob == pytest.approx(logprobs[prompt[place]])
+            assert entry.top_logprobs == pytest.approx(np.sort(logprobs)[:-3:-1])
     assert outputs == {
         (name, branch): expected_tokens(request, branch, request.params.max_tokens)
         for name, request in requests.items()

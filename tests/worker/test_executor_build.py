@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo.protos.errors import ConfigError
+from octavo.protos.types import MAX_PROMPT_LOGITS
 from octavo.worker import build
 from octavo.worker.build import available_cpus, build_executor, choose_device
 from octavo.worker.config import WorkerConfig
@@ -97,7 +98,8 @@ def test_made_up_batches_write_no_slot_twice():
 def test_the_worst_case_keeps_the_limits(budget, rows, length):
     chunks = worst_case_chunks(max_num_batched_tokens=budget, max_num_seqs=rows, max_model_len=length)
     assert sum(count for _, count in chunks) <= budget
-    assert len(chunks) == min(rows, budget)
+    # Prompts whose log-probabilities are asked for have logits beside the sequences'.
+    assert len(chunks) == min(rows + MAX_PROMPT_LOGITS, budget)
     assert all(1 <= count <= length for _, count in chunks)
 
 

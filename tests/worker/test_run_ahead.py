@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.protos.errors import PlanRejectedError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import MASKED_TOKEN
 from octavo.worker.sampler import Sampler
 from octavo.worker.servicer import WorkerServicer, _Session
@@ -24,8 +25,8 @@ class Device(Sampler):
         super().__init__()
         self.log = []
 
-    def start(self, logits, batch):
-        pending = super().start(logits, batch)
+    def start(self, logits, batch, masks=None):
+        pending = super().start(logits, batch, masks)
         self.log.append("start")
         device = self
 
@@ -94,7 +95,14 @@ def test_the_host_asks_for_tokens_once_the_next_step_is_launched():
     assert runner.num_forwards == 3
 
 
-@pytest.mark.parametrize("params", [{"logprobs": 2}, {"presence_penalty": 1.0}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 2},
+        {"presence_penalty": 1.0},
+        {"structured_output": StructuredOutput.json_object(), "eos": True},
+    ],
+)
 def test_what_the_host_must_see_first_waits(params):
     device = Device()
     executor, _ = make_executor(sampler=device, run_ahead=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from octavo.protos.types import MASKED_TOKEN, SamplingParams
 from octavo.worker import sampler as sampler_module
 from octavo.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 
-from .sampling_reference import draw, edited_logits, make_batch, make_request, probabilities
+from .sampling_reference import draw, edited_logits, make_batch, make_masks, make_request, probabilities
 
 VOCAB = 48
 
@@ -362,3 +363,34 @@ def test_d18_minus_infinity_is_never_nan():
 def test_huge_logits_give_finite_logprobs():
     entry = one([3e38, -3e38, 3e38], SamplingParams(temperature=1.0, logprobs=2), seed=3).logprobs[0]
     assert entry.top_logprobs == pytest.approx((math.log(0.5), math.log(0.5)))
+
+
+@pytest.mark.parametrize("scratch_bytes", [None, 1])
+def test_grammars_take_tokens_away_before_anything_else(scratch_bytes):
+    logits = noise(4, VOCAB, 5)
+    allowed = {1: {3, 7, 40}, 2: set(range(10, 20)), 4: {VOCAB - 1}, 5: set()}
+    options = [
+        (0, {"temperature": 0.0}),
+        (0, {"temperature": 0.0}),
+        (1, {"temperature": 1.5, "top_k": 30, "presence_penalty": 1.0, "logit_bias": {0: 100.0, 12: 1.0}}),
+        (2, {"temperature": 0.9, "top_p": 0.9}),
+        (2, {"temperature": 0.9, "top_p": 0.9, "logprobs": 2}),
+        (3, {"temperature": 0.0}),
+    ]
+    samples = [
+        (row, make_request(SamplingParams(max_tokens=9, **params), [1, 12], seed=k), [12], 0)
+        for k, (row, params) in enumerate(options)
+    ]
+    batch = make_batch(samples, VOCAB)
+    batch = replace(batch, edited=batch.edited | np.isin(np.arange(6), list(allowed)))
+    masks = make_masks(allowed, VOCAB, {5: "the grammar failed"})
+    got = Sampler(scratch_bytes=scratch_bytes).sample(logits, batch, masks)
+    for k, (row, request, outputs, branch) in enumerate(samples[:5]):
+        held = logits[row].numpy().copy()
+        if k in allowed:
+            held[sorted(set(range(VOCAB)) - allowed[k])] = -np.inf
+        assert got.token_ids[k] == draw(held, request, outputs, branch), k
+    assert got.errors == {5: "the grammar failed"}
+    # What is told is the model's own distribution.
+    assert got.logprobs[4].logprob == pytest.approx(float(logits[2].log_softmax(0)[VOCAB - 1]), abs=1e-5)
+    assert got.logprobs[4].top_ids[0] == int(logits[2].argmax())

@@ -9,7 +9,8 @@ import pytest
 
 from octavo.cluster import client_protocol as protocol
 from octavo.protos import errors
-from octavo.protos.types import SamplingParams
+from octavo.protos.structured_output import StructuredOutput
+from octavo.protos.types import SamplingParams, TokenLogprobs
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -31,6 +32,7 @@ DIFFERENT = {
     "include_stop_str_in_output": True,
     "ignore_eos": True,
     "logprobs": 2,
+    "prompt_logprobs": 3,
     "skip_special_tokens": False,
     "best_of": 3,
 }
@@ -38,7 +40,7 @@ BEAMS = {"n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "neve
 
 
 def test_every_sampling_parameter_travels():
-    assert {*DIFFERENT, *BEAMS} == {spec.name for spec in fields(SamplingParams)}
+    assert {*DIFFERENT, *BEAMS, "structured_output"} == {spec.name for spec in fields(SamplingParams)}
     beams = protocol.build_call("p", SamplingParams(**BEAMS), model="m").body
     assert {name: beams[name] for name in BEAMS} == BEAMS
     body = protocol.build_call("p", SamplingParams(**DIFFERENT), model="m").body
@@ -49,6 +51,38 @@ def test_every_sampling_parameter_travels():
         "stop": ["a"],
         "stop_token_ids": [9],
     }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent"),
+    [
+        (StructuredOutput.json_schema({"b": 1, "a": 2}), {"json": {"b": 1, "a": 2}}),
+        (StructuredOutput.json_object(), {"json_object": True}),
+        (StructuredOutput.regex("a+"), {"regex": "a+"}),
+        (StructuredOutput.choice(["a", "b"]), {"choice": ["a", "b"]}),
+        (StructuredOutput.grammar("root ::= x"), {"grammar": "root ::= x"}),
+    ],
+)
+def test_structured_output_travels_as_vllm_has_it(wanted, sent):
+    body = protocol.build_call("p", SamplingParams(structured_output=wanted), model="m").body
+    assert body["structured_outputs"] == sent
+
+
+@pytest.mark.parametrize("in_choice", [True, False])
+def test_log_probabilities_of_a_prompt_are_read(in_choice):
+    told = [
+        None,
+        {"7": {"logprob": -0.5, "rank": 1}, "5": {"logprob": -2.0, "rank": None}},
+        {"6": {"logprob": -1.0, "rank": 2}, "9": {"logprob": -0.25, "rank": 1}},
+    ]
+    choice = {"index": 0, "text": "a", "prompt_token_ids": [4, 5, 6]}
+    reply = {"id": "1", "choices": [choice]}
+    (choice if in_choice else reply)["prompt_logprobs"] = told
+    assert protocol.parse_output("p", reply, seconds=1.0).prompt_logprobs == (
+        None,
+        TokenLogprobs(-2.0, (7,), (-0.5,)),
+        TokenLogprobs(-1.0, (9, 6), (-0.25, -1.0)),
+    )
 
 
 def test_defaults_do_not_travel_unless_openais_differ():

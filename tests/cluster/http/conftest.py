@@ -18,10 +18,13 @@ from octavo.cluster.forking import TokensSoFar, not_running
 from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.protos.errors import OctavoError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import (
     FinishReason,
     ModelInfo,
     OutputDelta,
+    PromptLogprobs,
     Request,
     RequestMetrics,
     TokenLogprobs,
@@ -53,6 +56,8 @@ class ScriptedBackend:
         """(request id, branch) of the calls of `stop_branch`."""
         self.running: dict[tuple[str, int], TokensSoFar] = {}
         """What `tokens` gives."""
+        self.compiled: list[StructuredOutput] = []
+        self.compile_error: OctavoError | None = None
         self.logprob: Callable[[int], float] = lambda branch: -0.5
         """Of every token of a branch."""
 
@@ -75,6 +80,11 @@ class ScriptedBackend:
             raise not_running(request_id)
         return self.running[request_id, branch]
 
+    async def compile_grammar(self, wanted: StructuredOutput) -> None:
+        self.compiled.append(wanted)
+        if self.compile_error is not None:
+            raise self.compile_error
+
     async def timeline(self, request_id: str) -> dict[str, Any]:
         if request_id not in self.finished:
             raise not_running(request_id)
@@ -89,6 +99,17 @@ class ScriptedBackend:
         params = request.params
         texts = [self.answer(request, branch) for branch in range(params.best_of or params.n)]
         sent, live, step = [0] * len(texts), set(range(len(texts))), 0
+        for start in range(1, request.num_prompt_tokens if params.prompt_logprobs is not None else 1):
+            # Two a step, so that each but the first is told twice, as after a preemption.
+            tokens = request.prompt_token_ids[start : start + 2].tolist()
+            entries = tuple(self._prompt_logprobs(token, params.prompt_logprobs or 0) for token in tokens)
+            yield OutputDelta(
+                request_id=request.request_id,
+                branch=0,
+                offset=0,
+                token_ids=(),
+                prompt_logprobs=PromptLogprobs(start, entries),
+            )
         while live:
             if self.before_step is not None:
                 await self.before_step(request, step)
@@ -123,6 +144,12 @@ class ScriptedBackend:
         tops = request.params.logprobs or 0
         ids = tuple([token, *range(100, 120)][:tops])
         return TokenLogprobs(self.logprob(branch), ids, tuple([-0.5, *([float("-inf")] * 20)][:tops]))
+
+    @staticmethod
+    def _prompt_logprobs(token: int, tops: int) -> TokenLogprobs:
+        """A thousandth of the token's own id, below 0; the likeliest are 100, 101, ..."""
+        ids = tuple(range(100, 100 + tops))
+        return TokenLogprobs(-token / 1000, ids, tuple(-0.5 - index for index in range(tops)))
 
     async def health(self) -> HealthReport:
         return self.report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from octavo.cluster.openai import calls
 from octavo.protos.types import Request
 
-from .conftest import HELLO, MODEL, Api, ScriptedBackend, error_of
+from .conftest import HELLO, MODEL, Api, ScriptedBackend, error_of, events
 
 
 def test_d14_empty_prompts_are_refused_and_the_server_lives(api: Api, backend: ScriptedBackend) -> None:
@@ -232,7 +233,9 @@ def test_every_field_arrives(api: Api, backend: ScriptedBackend) -> None:
         assert got == (tuple(value) if isinstance(value, list) else value), name
     assert request.params.logit_bias == {64: -100.0}
     assert request.params.stop == ("x",)
-    assert (request.cache_salt, request.priority, request.timeout_seconds) == ("s", -2, 5.0)
+    assert (request.cache_salt, request.priority) == ("s", -2)
+    # What is left of the call's five seconds.
+    assert 4.0 < (request.timeout_seconds or 0.0) <= 5.0
     assert request.tenant == ""
     assert request.eos_token_ids == ()
     assert request.seed == 2**64 - 3, "a 64-bit key, whatever its sign"
@@ -303,12 +306,9 @@ def test_too_many_prompts_or_choices(make_api: Callable[..., Api]) -> None:
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_object"}),
-    ("guided_json", {}),
-    ("guided_regex", "a+"),
-    ("structured_outputs", {"regex": "a"}),
+    ("guided_decoding_backend", "xgrammar"),
+    ("guided_whitespace_pattern", " "),
     ("use_beam_search", True),
-    ("prompt_logprobs", 1),
     ("truncate_prompt_tokens", 5),
     ("bad_words", ["x"]),
 ]
@@ -322,10 +322,7 @@ def test_what_we_know_and_do_not_serve_is_refused_by_name(api: Api, name: str, v
 
 
 def test_what_only_one_route_has_is_refused_there(api: Api) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
     for name, value in (
-        ("tools", [tool]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
@@ -333,7 +330,6 @@ def test_what_only_one_route_has_is_refused_there(api: Api) -> None:
     ):
         error_of(api.chat(**{name: value}), 400, name)
     error_of(api.complete(suffix="end"), 400, "suffix")
-    error_of(api.complete(echo=True, logprobs=1), 400, "logprobs")
 
 
 def test_values_that_ask_for_nothing_are_let_through(api: Api) -> None:
@@ -392,6 +388,71 @@ def test_echo_and_ids(api: Api, backend: ScriptedBackend) -> None:
     assert choice["token_ids"] == HELLO
     assert choice["prompt_token_ids"] == reply["prompt_token_ids"] == ids
     assert reply["metrics"]["cached_tokens"] == 3
+
+
+def test_echo_with_logprobs_tells_the_prompts_too(api: Api, backend: ScriptedBackend) -> None:
+    """What lm-eval scores with: the prompt's own tokens, each with the likeliest in its place."""
+    ids = backend.tokenizer.encode("Say: hello")
+    text_of = backend.tokenizer.token_text
+    whole = api.complete(prompt=ids, echo=True, logprobs=1, max_tokens=1, return_token_ids=True).json()
+    (choice,) = whole["choices"]
+    block = choice["logprobs"]
+    assert block["tokens"] == [*map(text_of, ids), "Hello"]
+    assert block["token_logprobs"] == [None, *(-token / 1000 for token in ids[1:]), -0.5]
+    assert block["top_logprobs"][0] is None
+    assert block["top_logprobs"][1] == {text_of(100): -0.5, text_of(ids[1]): -ids[1] / 1000}
+    assert len(block["top_token_ids"]) == len(ids) + 1
+    offsets = block["text_offset"]
+    assert [choice["text"][start:end] for start, end in itertools.pairwise(offsets)] == (block["tokens"][:-1])
+    assert backend.submitted[-1].params.prompt_logprobs == 1
+    fields: dict[str, Any] = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1}
+    parts = [chunk["choices"][0] for chunk in events(api.complete(**fields, stream=True))[:-1]]
+    told = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert [token for part in told for token in part["tokens"]] == block["tokens"]
+    assert [number for part in told for number in part["token_logprobs"]] == block["token_logprobs"]
+
+
+def test_the_prompt_alone(api: Api, backend: ScriptedBackend) -> None:
+    """`max_tokens` 0 with `echo`, as OpenAI's old completions had it."""
+    for stream in (False, True):
+        response = api.complete(
+            prompt=["Say: hello", "x"], n=2, echo=True, logprobs=0, max_tokens=0, stream=stream
+        )
+        if stream:
+            choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+        else:
+            choices = response.json()["choices"]
+            assert response.json()["usage"]["completion_tokens"] == 0
+        assert [choice["text"] for choice in choices] == ["Say: hello"] * 2 + ["x"] * 2
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+        assert "".join(choices[0]["logprobs"]["tokens"]) == "Say: hello"
+        assert choices[3]["logprobs"]["token_logprobs"] == [None]
+    error_of(api.complete(max_tokens=0), 400, "max_tokens")
+    error_of(api.complete(echo=True, max_tokens=False), 400, "max_tokens")
+    assert api.complete(prompt="Say: ", echo=True, max_tokens=0).json()["choices"][0]["text"] == "Say: "
+
+
+def test_prompt_logprobs_in_vllms_shape(api: Api, backend: ScriptedBackend) -> None:
+    ids = backend.tokenizer.encode("Say: hello")
+    (choice,) = api.complete(prompt=ids, prompt_logprobs=1).json()["choices"]
+    told = choice["prompt_logprobs"]
+    assert len(told) == len(ids)
+    assert told[0] is None
+    assert told[1] == {
+        "100": {"logprob": -0.5, "rank": 1, "decoded_token": backend.tokenizer.token_text(100)},
+        str(ids[1]): {
+            "logprob": -ids[1] / 1000,
+            "rank": None,
+            "decoded_token": backend.tokenizer.token_text(ids[1]),
+        },
+    }
+    assert choice["logprobs"] is None
+    reply = api.chat(prompt_logprobs=0).json()
+    assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in reply["choices"][0]
+    error_of(api.complete(prompt_logprobs=1, stream=True), 400, "prompt_logprobs")
+    error_of(api.complete(prompt_logprobs=21), 400, "prompt_logprobs")
+    error_of(api.post("/v1/responses", {"input": "x", "prompt_logprobs": 1}), 400, "prompt_logprobs")
 
 
 def test_usage_and_shape_of_a_completion(api: Api) -> None:

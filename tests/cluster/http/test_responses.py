@@ -94,7 +94,7 @@ def test_an_error_in_mid_stream_is_the_last_event(api: Api, backend: ScriptedBac
         ({"previous_response_id": "resp-1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"n": 2}, "n"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),

@@ -67,6 +67,21 @@ def test_d13_stream_options_need_a_stream(api: Api) -> None:
     error_of(api.complete(stream=True, stream_options={"include_usage": 1}), 400, "include_usage")
 
 
+@pytest.mark.parametrize("route", ["chat", "complete"])
+def test_usage_so_far_in_every_chunk(api: Api, route: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = events(getattr(api, route)(stream=True, stream_options=options, max_tokens=3))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in stream[:-1]]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 3)
+    assert stream[-2]["choices"] == []
+    error_of(
+        getattr(api, route)(stream=True, stream_options={"continuous_usage_stats": True}),
+        400,
+        "continuous_usage_stats",
+    )
+
+
 def test_chat_chunks_open_with_the_role(api: Api) -> None:
     stream = events(api.chat(stream=True, n=2))
     for index in (0, 1):
