@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -15,7 +16,7 @@ from octavo.worker.vocabulary import Vocabulary
 
 _ANY_OBJECT = '{"type":"object"}'
 # As the other backend writes: small models that may write any white space write nothing else.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class LLGuidanceBackend:
