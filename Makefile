@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 # Run from here, `import kernels` must not find our folder: it is the name of somebody else's package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help venv demo serve test lint format types protos golden bench clean
+.PHONY: help venv demo serve test lint format types protos docs golden bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test    all tests            make lint    style and import rules"
 	@echo "make types   mypy                 make format  put the style right"
 	@echo "make protos  gRPC stubs           make golden  reference answers of the default model"
+	@echo "make docs    these pages as a site"
 	@echo "make bench   benchmarks           make clean   remove what the above made, .venv included"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,6 +55,10 @@ types: venv
 
 protos: venv
 	$(BIN)/python -m octavo.protos.generate
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the pages are in build/site"
 
 golden: venv
 	$(BIN)/python tests/make_golden.py $(ARGS)

@@ -35,7 +35,7 @@ FILES = {
 LOADS = {"low": 0.3, "middle": 0.6, "near saturation": 0.85}
 NUM_REQUESTS = {8: 500, 64: 1000, 512: 2000}
 """Of each trace, the first: what one core does in ten minutes."""
-AGENTIC_REQUESTS = {8: 500, 64: 800, 512: 1200}
+AGENTIC_REQUESTS = {8: 500, 64: 600, 512: 800}
 """Its prompts are ten times as long."""
 MAX_MODEL_LEN = 131_072
 BLOCK_SIZE = 64

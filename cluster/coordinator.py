@@ -80,6 +80,7 @@ class Coordinator:
         self._autoscaler = None if autoscaling is None else Autoscaler(autoscaling)
         self._refused_at = -REFUSED_SECONDS
         self._looking = asyncio.create_task(self._look())
+        self._looking.add_done_callback(_tell_end)
 
     async def address(self) -> str:
         """Where ingresses connect, "host:port"."""
@@ -134,10 +135,12 @@ class Coordinator:
     async def _look(self) -> None:
         while True:
             try:
-                self._core.leave_nodes(await asyncio.to_thread(leaving_nodes))
+                nodes = await asyncio.to_thread(leaving_nodes)
             except Exception as error:
                 # Ray has no one type for a store that does not answer; the next look asks again.
                 logger.warning("which nodes are drained is not known: %s", error)
+            else:
+                self._core.leave_nodes(nodes)
             if self._autoscaler is not None:
                 self._follow_load(self._autoscaler)
             await asyncio.sleep(LOOK_SECONDS)
@@ -156,6 +159,12 @@ class Coordinator:
         task = asyncio.create_task(asyncio.to_thread(_end_worker, worker_id))
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
+
+
+def _tell_end(looking: asyncio.Task[None]) -> None:
+    """It ends by a bug only, and nobody awaits it."""
+    if not looking.cancelled():
+        logger.critical("nodes and load are no longer looked at", exc_info=looking.exception())
 
 
 def worker_actor_name(worker_id: str) -> str:

@@ -38,6 +38,8 @@ class CoordinatorConfig:
     """Append every call and decision to this file (`recording.py`)."""
     setup_advice: tuple[Advice, ...] = ()
     """What was found against the options before the start."""
+    otlp_endpoint: str | None = None
+    """Where traces go; None: nowhere."""
     access: Access = OPEN
     """How workers are called, and what ingresses must show."""
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cluster import live, worker_slot
 from octavo.cluster.backend import HealthReport
@@ -45,6 +45,9 @@ from octavo.scheduler.router import Router
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimeModel
 
+if TYPE_CHECKING:
+    from octavo.cluster.tracing import RequestTracer
+
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
@@ -72,7 +75,8 @@ class CoordinatorCore:
         # An epoch must top those of earlier incarnations, which left no record but their time of day.
         self._epoch = time.time_ns() // 1_000_000
         self._slots = {worker_id: WorkerSlot(worker_id) for worker_id in config.worker_ids}
-        self._timelines = Timelines(clock)
+        self._tracer = None if config.otlp_endpoint is None else _otlp_tracer(config.otlp_endpoint)
+        self._timelines = Timelines(clock, on_end=None if self._tracer is None else self._tracer.on_end)
         self._requests = OpenRequests(clock, on_end=self._timelines.end)
         self._recorder: Recorder | None = None
         self._departures = Departures(self._slots, self._requests, clock=clock, end_process=on_stuck)
@@ -402,6 +406,9 @@ class CoordinatorCore:
         self._waiting.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._tracer is not None:
+            # It waits for the collector.
+            await asyncio.to_thread(self._tracer.close)
 
     # --- what can be asked ---------------------------------------------------------------------------------
 
@@ -467,3 +474,10 @@ class CoordinatorCore:
             "worker_losses": {slot.worker_id: slot.num_losses for slot in self._slots.values()},
             "workers": workers,
         }
+
+
+def _otlp_tracer(endpoint: str) -> RequestTracer:
+    """OpenTelemetry is imported by whoever wants traces. Raises `ConfigError` where it is not installed."""
+    from octavo.cluster.tracing import otlp_tracer
+
+    return otlp_tracer(endpoint)

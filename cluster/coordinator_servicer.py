@@ -113,8 +113,7 @@ class _Ingress:
             for request_id, error in rejections
         ]
         if deltas:
-            batch = coordinator_pb2.OutputBatch(deltas=map(codec.encode_delta, deltas))
-            messages.append(coordinator_pb2.ServeResponse(outputs=batch))
+            messages.append(coordinator_pb2.ServeResponse(outputs=codec.encode_outputs(deltas)))
         return messages
 
 

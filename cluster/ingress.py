@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -62,7 +64,11 @@ def build_app(config: IngressConfig) -> FastAPI:
         model = replace(model, max_model_len=min(model.max_model_len, config.max_model_len))
     tokenizer = Tokenizer(source.tokenizer_dir)
     backend = GrpcBackend(model, find_coordinator, access=config.access)
-    app = create_app(backend, tokenizer, config.http)
+    http = config.http
+    if config.num_replicas > 1:
+        # A scrape reaches any of them: their counters must not be taken for one that jumps.
+        http = replace(http, replica=f"{socket.gethostname()}-{os.getpid()}")
+    app = create_app(backend, tokenizer, http)
 
     async def families() -> list[Family]:
         return app.state.metrics.families()
@@ -87,8 +93,8 @@ def build_app(config: IngressConfig) -> FastAPI:
     return app
 
 
-def ingress_application(config: IngressConfig) -> serve.Application:
-    """What `serve.run` takes."""
+def ingress_application(config: IngressConfig, *parts: serve.Application) -> serve.Application:
+    """What `serve.run` takes. `parts` are deployed with it."""
     from ray import serve
 
     # Serve calls a plain function, and nothing else, on the replica and not here.
@@ -107,5 +113,5 @@ def ingress_application(config: IngressConfig) -> serve.Application:
         # Placed beside the workers, which have claimed the cores.
         ray_actor_options={"num_cpus": 0, "resources": HEAD_NODE},
     )
-    application: serve.Application = deployment.bind()
+    application: serve.Application = deployment.bind(*parts)
     return application

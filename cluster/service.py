@@ -29,8 +29,7 @@ from octavo.protos.types import ModelInfo, WorkerInfo
 from octavo.worker.loader import read_model_info, resolve_model
 
 if TYPE_CHECKING:
-    from octavo.cluster.fleet import Fleet
-    from octavo.cluster.scaling import Scaler
+    from octavo.cluster.system import System
     from octavo.worker.actor import BuildExecutor
 
 __all__ = ["Service", "ServiceConfig"]
@@ -44,7 +43,7 @@ READY_SECONDS_MAX = 60.0
 RECOVERY_SECONDS_MAX = 120.0
 """How long everything may be down before `alive` gives it up; a worker that was lost must load again."""
 CALL_SECONDS = 10.0
-"""Control calls to actors."""
+"""Each try to reach something over HTTP or a socket."""
 EXIT_SECONDS = 5.0
 """What is still there after Ray's shutdown and so long is killed."""
 
@@ -75,9 +74,7 @@ class Service:
         self._build = build
         self._model: ModelInfo | None = None
         self._port = config.port
-        self._coordinator: Any = None
-        self._fleet: Fleet | None = None
-        self._scaler: Scaler | None = None
+        self._system: System | None = None
         self._serve_started = False
         self._serve_was_there = False
         self._ray_started = False
@@ -121,10 +118,18 @@ class Service:
         stage("model", f"model {self._model.name} found")
         self._start_ray()
         stage("ray", "Ray is up" if self.config.ray_address is None else "joined the Ray cluster")
-        self._start_actors()
-        assert self._fleet is not None
+        # Ray is imported by whoever starts it, not by whoever reads a configuration.
+        from octavo.cluster.system import System
+        from octavo.worker.actor import build_executor
+
+        self._system = System(
+            self.config,
+            access=self._access,
+            loopback=self.config.ray_address is None,
+            build=self._build or build_executor,
+        )
         # The port opens once every checkpoint has been found good: a client never meets a server that cannot be.
-        self.workers = self._fleet.wait_ready(
+        self.workers = self._system.wait_ready(
             START_SECONDS_MAX, lambda info: stage(info.worker_id, _describe(info))
         )
         self._start_serve()
@@ -167,59 +172,6 @@ class Service:
                     if self.config.ray_address is not None or attempt == RAY_STARTS_MAX:
                         raise StartupError(f"Ray did not come up at {where}: {error}") from error
                     logger.warning("a local Ray did not come up, trying again: %s", error)
-
-    def _start_actors(self) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from octavo.cluster.coordinator import COORDINATOR_NAME, NAMESPACE, Coordinator
-        from octavo.cluster.coordinator_config import CoordinatorConfig
-        from octavo.cluster.fleet import Fleet, check_resources, obtainable_resources
-        from octavo.cluster.scaling import Scaler
-        from octavo.worker.actor import build_executor
-
-        offered = ray.cluster_resources()
-        device = self.config.device
-        if device == "auto":
-            device = "cuda" if offered.get("GPU", 0) >= self.config.num_workers else "cpu"
-        configs = self.config.worker_configs(cores=int(offered.get("CPU", 1)), device=device)
-        check_resources(configs, obtainable_resources())
-        loopback = self.config.ray_address is None
-        coordinator_config = CoordinatorConfig(
-            worker_ids=tuple(config.worker_id for config in configs),
-            scheduler_options=self.config.scheduler_options(),
-            seed=self.config.seed,
-            router_policy=self.config.router_policy,
-            setup_advice=self.config.setup_advice(),
-            recording=self.config.recording,
-            access=self._access,
-        )
-        try:
-            self._coordinator = (
-                ray.remote(Coordinator)
-                .options(
-                    name=COORDINATOR_NAME,
-                    namespace=NAMESPACE,
-                    max_restarts=-1,
-                    num_cpus=0,
-                    # Beside its owner, this process, without which it ends anyway: no other node's loss is its own.
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        ray.get_runtime_context().get_node_id(), soft=True
-                    ),
-                )
-                .remote(coordinator_config, loopback=loopback, autoscaling=self.config.autoscaling())
-            )
-        except ValueError as error:
-            raise StartupError(f"another Octavo runs in this Ray cluster: {error}") from error
-        self._fleet = Fleet(
-            configs, loopback=loopback, build=self._build or build_executor, access=self._access
-        )
-        cores = int(offered.get("CPU", 1))
-        self._scaler = Scaler(
-            self._coordinator,
-            self._fleet,
-            lambda count: self.config.worker_configs(cores=cores, device=device, count=count),
-        )
 
     def _start_serve(self) -> None:
         import ray
@@ -280,10 +232,9 @@ class Service:
         """
         import ray
 
-        assert self._scaler is not None
+        assert self._system is not None
         try:
-            self._scaler.poll()
-            report = ray.get(self._coordinator.health.remote(), timeout=CALL_SECONDS)
+            report = self._system.poll()
             if report.status.alive:
                 self._last_alive = time.monotonic()
             for one in report.advice:
@@ -297,16 +248,13 @@ class Service:
     def scale(self, num_workers: int) -> None:
         """Ask for so many workers; `alive` carries it out, `octavo scale` does the same from elsewhere. Raises
         `ConfigError` for less than one."""
-        import ray
-
-        ray.get(self._coordinator.want.remote(num_workers), timeout=CALL_SECONDS)
+        assert self._system is not None
+        self._system.want(num_workers)
 
     def stats(self) -> dict[str, Any]:
         """Of all workers together. After `start`."""
-        import ray
-
-        stats: dict[str, Any] = ray.get(self._coordinator.stats.remote(), timeout=CALL_SECONDS)
-        return stats
+        assert self._system is not None
+        return self._system.stats()
 
     def stop(self, grace_seconds: float = 30.0) -> None:
         """Refuse new requests, let running ones finish for `grace_seconds`, then take everything down.
@@ -320,7 +268,8 @@ class Service:
         self._ray_started = False
         try:
             if ray.is_initialized():
-                self._drain(grace_seconds)
+                if self._system is not None:
+                    self._system.drain(grace_seconds)
                 if self.config.ray_address is not None:
                     self._leave_cluster()
         finally:
@@ -334,23 +283,8 @@ class Service:
             if self.config.ray_address is None:
                 _end_processes(ours)
 
-    def _drain(self, grace_seconds: float) -> None:
-        import ray
-
-        if self._coordinator is None:
-            return
-        try:
-            left = ray.get(
-                self._coordinator.drain.remote(grace_seconds), timeout=grace_seconds + CALL_SECONDS
-            )
-            if left:
-                logger.warning("%d requests did not finish within %g s", left, grace_seconds)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("the coordinator could not be drained: %s", type(error).__name__)
-
     def _leave_cluster(self) -> None:
         """What is ours goes; the cluster stays, and so does its Serve if it was there before."""
-        import ray
         from ray import serve
 
         from octavo.cluster.ingress import APP_NAME
@@ -360,10 +294,8 @@ class Service:
         elif self._serve_started:
             # Its proxy would hold the port.
             serve.shutdown()
-        if self._fleet is not None:
-            self._fleet.kill()
-        if self._coordinator is not None:
-            ray.kill(self._coordinator, no_restart=True)
+        if self._system is not None:
+            self._system.kill()
 
 
 def _namespace() -> str:

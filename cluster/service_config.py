@@ -257,6 +257,13 @@ class ServiceConfig(BaseModel):
     tls_key: str | None = _option(None, "Security", "Its private key.")
     tls_ca: str | None = _option(None, "Security", "The authority that signed all of them.")
 
+    otlp_endpoint: str | None = _option(
+        None,
+        "Traces",
+        "Where an OpenTelemetry collector takes traces over HTTP, such as http://127.0.0.1:4318/v1/traces; one span "
+        "tree a request. Needs the extra `otel`. Unset: no traces.",
+    )
+
     def __init__(self, **options: Any) -> None:
         # A file's lists are the tuples of a frozen model.
         options = {

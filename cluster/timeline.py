@@ -39,6 +39,7 @@ TIMELINE_BYTES = 800
 ENTRY_BYTES = 320
 """What a timeline and an entry weigh, a little more than measured."""
 SCORE_BYTES = 160
+PHASE_BYTES = 130
 LATEST_MAX = 24
 """Running ones, and as many that ended, in `latest`."""
 
@@ -96,7 +97,17 @@ _PHASE_AFTER: dict[type[Event], Phase] = {
 class _Timeline:
     """One request."""
 
-    __slots__ = ("arrived_at", "entries", "num_omitted", "outcome", "phase", "seconds", "since", "worker_id")
+    __slots__ = (
+        "arrived_at",
+        "entries",
+        "num_omitted",
+        "outcome",
+        "phase",
+        "phases",
+        "seconds",
+        "since",
+        "worker_id",
+    )
 
     def __init__(self, now: float) -> None:
         self.arrived_at = now
@@ -104,6 +115,8 @@ class _Timeline:
         self.since = now
         """When `phase` began, or when the request ended."""
         self.seconds = dict.fromkeys(Phase, 0.0)
+        self.phases: list[tuple[Phase, float, float]] = []
+        """(phase, from, to) of those that are over, `ENTRIES_MAX` at most."""
         self.entries: list[Event] = []
         self.num_omitted = 0
         self.worker_id: str | None = None
@@ -111,13 +124,21 @@ class _Timeline:
         """How it ended; None while it runs."""
 
     def enter(self, phase: Phase, now: float) -> None:
-        self.seconds[self.phase] += max(0.0, now - self.since)
-        self.phase, self.since = phase, max(self.since, now)
+        now = max(self.since, now)
+        self.seconds[self.phase] += now - self.since
+        if now > self.since and len(self.phases) < ENTRIES_MAX:
+            self.phases.append((self.phase, self.since, now))
+        self.phase, self.since = phase, now
 
     @property
     def num_bytes(self) -> int:
         scores = sum(len(entry.scores) for entry in self.entries if isinstance(entry, Routed))
-        return TIMELINE_BYTES + ENTRY_BYTES * len(self.entries) + SCORE_BYTES * scores
+        return (
+            TIMELINE_BYTES
+            + ENTRY_BYTES * len(self.entries)
+            + SCORE_BYTES * scores
+            + PHASE_BYTES * len(self.phases)
+        )
 
     def append(self, event: Event) -> None:
         if isinstance(event, ChunkPlanned):
@@ -166,11 +187,13 @@ class Timelines:
         *,
         wall_clock: Callable[[], float] = time.time,
         bytes_max: int = BYTES_MAX,
+        on_end: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """`clock` is the one whose times the events carry."""
+        """`clock` is the one whose times the events carry. `on_end` gets what `describe` says of each that ends."""
         self._clock = clock
         self._wall_offset = wall_clock() - clock()
         self._bytes_max = bytes_max
+        self._on_end = on_end
         self._running: dict[str, _Timeline] = {}
         """Bounded as unfinished requests are."""
         self._ended: OrderedDict[str, tuple[_Timeline, int]] = OrderedDict()
@@ -253,6 +276,8 @@ class Timelines:
         timeline.enter(timeline.phase, now)
         timeline.outcome = outcome
         del self._running[request_id]
+        if self._on_end is not None:
+            self._on_end(self._object(request_id, timeline))
         self._forget(request_id)  # an id that was used before
         self._ended[request_id] = (timeline, timeline.num_bytes)
         self._ended_bytes += timeline.num_bytes
@@ -288,6 +313,14 @@ class Timelines:
             "migrations": moved,
         }
         if with_events:
+            told["phases"] = [
+                {
+                    "phase": phase.value,
+                    "at": _rounded(since - timeline.arrived_at),
+                    "seconds": _rounded(until - since),
+                }
+                for phase, since, until in timeline.phases
+            ]
             told["events"] = [_entry(entry, timeline.arrived_at) for entry in timeline.entries]
             told["events_omitted"] = timeline.num_omitted
         return told

@@ -16,14 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ENTRY_POINTS = {
     "octavo.cluster.cli",  # the console script
+    "octavo.cluster.cli.reference",  # writes docs/cli.md
     "octavo.cluster.config_docs",  # writes docs/configuration.md
     "octavo.cluster.metrics.dashboards",  # writes deploy/grafana
-    "octavo.cluster.metrics.reference",  # writes docs/metrics.md
+    "octavo.cluster.metrics.reference",  # writes the tables of docs/metrics.md
+    "octavo.cluster.serve_app",  # named by Serve configs
     "octavo.kernels.aot",  # prints what each kernel needs of each GPU, without one
     "octavo.kernels.reference",  # the oracles of tests and benchmarks
     "octavo.kernels.reference_quantised",
     "octavo.kernels.reference_sampling",
     "octavo.protos.generate",  # make protos
+    "octavo.protos.reference",  # writes docs/protos.md
 }
 """Modules that are started by name and so need no importer."""
 

@@ -78,7 +78,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_has_every_module_and_data_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for pattern in ("*.py", "*.pyi", "*.proto", "*.yaml"):
+    for pattern in ("*.py", "*.pyi", "*.proto", "*.yaml", "*.json", "*.html", "*.js", "*.css"):
         assert source_files(pattern) <= names
     assert "octavo/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -7,3 +7,7 @@ import os
 # long. A short spin still bridges the gaps within a step. libgomp reads this once, when torch loads it.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "5000"
+
+# A KV block lies anywhere, and with pages of 4 KiB each one costs a walk through the page tables, which decodes wait
+# for. torch then asks for huge pages wherever it allocates 2 MiB or more. It reads this at its first allocation.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

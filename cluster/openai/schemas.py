@@ -193,7 +193,8 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
                 f"{wanted} cannot be combined with tools, whose calls it would forbid", param=wanted
             )
         forced = tools.structured_output()
-        wanted = _wanted(sampling, Wanted(forced, "tools") if forced is not None else None)
+        if forced is not None:
+            wanted = _wanted(sampling, Wanted(forced, "tools"))
     limit_name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     if "max_tokens" in body and body.any("max_tokens") != body.any(limit_name):
         raise InvalidRequestError(

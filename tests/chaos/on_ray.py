@@ -25,7 +25,9 @@ from octavo.worker.default_model import default_model_dir
 from ..cluster import test_service
 from ..cluster.ray_nodes import HttpStreams, RayNodes, wait_for
 from ..worker import executor_support, sampling_reference
+from ..worker.executor_support import make_executor
 from . import node as pool_node
+from .node import BUDGET, pool_executor
 
 NUM_WORKERS, MAX_TOKENS = 3, 160
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -39,7 +41,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 
 def build_pool(config: WorkerConfig) -> Any:
     """An executor whose model reads its context back out of the pool: a wrong block gives wrong tokens."""
-    return pool_node.pool_executor(config.worker_id, executor_support.make_executor)
+    return pool_executor(config.worker_id, make_executor)
 
 
 def make_bodies(*, greedy: int = 40, sampled: int = 20) -> list[dict[str, Any]]:
@@ -59,20 +61,32 @@ def make_bodies(*, greedy: int = 40, sampled: int = 20) -> list[dict[str, Any]]:
     return bodies
 
 
+def service_config(ray_address: str, **options: Any) -> ServiceConfig:
+    return ServiceConfig(
+        model=str(default_model_dir()),
+        num_workers=NUM_WORKERS,
+        threads_per_worker=1,
+        device="cpu",
+        ray_address=ray_address,
+        max_num_batched_tokens=BUDGET,
+        jobs_dir="",
+        **options,
+    )
+
+
+def know_the_tests() -> None:
+    """Workers are other processes and know nothing of the tests' modules."""
+    from ray import cloudpickle
+
+    for module in (sys.modules[__name__], pool_node, executor_support, sampling_reference):
+        cloudpickle.register_pickle_by_value(module)
+
+
 class Run:
     """A service over three nodes."""
 
     def __init__(self, nodes: RayNodes) -> None:
-        config = ServiceConfig(
-            model=str(default_model_dir()),
-            num_workers=NUM_WORKERS,
-            threads_per_worker=1,
-            device="cpu",
-            port=0,
-            ray_address=nodes.address,
-            max_num_batched_tokens=pool_node.BUDGET,
-            jobs_dir="",
-        )
+        config = service_config(nodes.address, port=0)
         self.nodes = nodes
         self.system = test_service.System(Service(config, build=build_pool))
 
@@ -112,11 +126,7 @@ class Run:
 
 
 def measure(repeats: int, faults: list[str]) -> dict[str, list[float]]:
-    from ray import cloudpickle
-
-    # Workers are other processes and know nothing of the tests' modules.
-    for module in (sys.modules[__name__], pool_node, executor_support, sampling_reference):
-        cloudpickle.register_pickle_by_value(module)
+    know_the_tests()
     gaps: dict[str, list[float]] = {name: [] for name in faults}
     nodes = RayNodes(NUM_WORKERS)
     run = Run(nodes)

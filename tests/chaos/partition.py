@@ -1,12 +1,12 @@
 """A partition: Octavo over three machines with addresses of their own, of which one is cut off while streams run.
 
-    python -m tests.chaos.partition [--tokens 120]
+    python -m tests.chaos.partition
 
-The machines are network namespaces of this one (`deploy/netns/network.sh`; needs root), each with a Ray node; the
-server is `octavo serve` with the default model and a worker on each. One machine is cut off for a while that is longer
-than the workers' lease and shorter than Ray's patience, and then until Ray gives the node up. Each time all streams
-must say what the undisturbed ones said. Prints the longest pause that any client saw, and ends with 1 at the first
-stream that is not what it would have been.
+The machines are network namespaces of this one (`deploy/netns/network.sh`; needs root), each with a Ray node and a
+worker that runs the real executor and sampler over a pool that holds tokens in place of KV. 40 greedy and 20 sampled
+streams run while one machine is cut off for a while that is longer than the workers' lease and shorter than Ray's
+patience, and then until Ray gives the node up. Each time all streams must say what the undisturbed ones said. Prints
+the longest pause that any client saw, and ends with 1 at the first stream that is not what it would have been.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from typing import Any
 
 import httpx
 
+from octavo.cluster.service import Service
 from octavo.protos.auth import new_token
 
 from ..cluster.ray_nodes import HttpStreams, wait_for
+from . import on_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = ROOT / "deploy" / "netns" / "network.sh"
@@ -33,6 +35,7 @@ NUM_MACHINES = 3
 ADDRESSES = [f"10.77.0.{number + 1}" for number in range(NUM_MACHINES)]
 RAY_PORT, HTTP_PORT = 6390, 8000
 URL = f"http://{ADDRESSES[0]}:{HTTP_PORT}"
+CLIENT = httpx.Client(base_url=URL, timeout=5, trust_env=False)
 SHORT_SECONDS = 9.0
 """Above the lease of a CPU worker, 5 s, and below what Ray waits for a silent node."""
 RAY_IS_UP, RAY_SECONDS = "Ray runtime started", 90.0
@@ -94,16 +97,8 @@ class Machines:
         return node
 
     def serve(self) -> None:
-        self.start(
-            0,
-            sys.executable,
-            "-c",
-            "from octavo.cluster.cli.app import run; run()",
-            "serve",
-            *("--ray-address", f"{ADDRESSES[0]}:{RAY_PORT}"),
-            *("--host", ADDRESSES[0], "--port", str(HTTP_PORT), "--jobs-dir", ""),
-            *("--workers", str(NUM_MACHINES), "--threads-per-worker", "1", "--num-blocks", "600"),
-        )
+        """The system itself, from machine 0."""
+        self.start(0, sys.executable, "-m", "tests.chaos.partition", "--serve")
 
     def log(self, machine: int) -> str:
         path = self._folder / f"{machine}.log"
@@ -112,7 +107,7 @@ class Machines:
 
 def health() -> dict[str, Any]:
     try:
-        return httpx.get(f"{URL}/health", timeout=5, trust_env=False).json()
+        return CLIENT.get("/health").json()
     except httpx.TransportError:
         return {"status": "no answer", "workers": []}
 
@@ -124,24 +119,19 @@ def wait_ready(seconds: float) -> float:
     return time.monotonic() - began
 
 
-def bodies(num_tokens: int) -> list[dict[str, Any]]:
-    """Eight greedy ones and four sampled."""
-    return [
-        {
-            "prompt": f"Chapter {number}. The lighthouse keeper",
-            "max_tokens": num_tokens,
-            "temperature": 0 if number < 8 else 0.9,
-            "seed": number,
-            "ignore_eos": True,
-        }
-        for number in range(12)
-    ]
+def serve() -> None:
+    """Runs on machine 0 until it is killed."""
+    on_ray.know_the_tests()
+    config = on_ray.service_config(f"{ADDRESSES[0]}:{RAY_PORT}", host=ADDRESSES[0], port=HTTP_PORT)
+    service = Service(config, build=on_ray.build_pool).start(lambda line: print(line, flush=True))
+    while service.alive():
+        time.sleep(1.0)
 
 
-def run_cut(want: list[dict[int, str]], num_tokens: int, seconds: float) -> HttpStreams:
+def run_cut(want: list[dict[int, str]], seconds: float) -> HttpStreams:
     """Streams with machine 2 cut off in the middle, joined again after `seconds` or when all have ended."""
-    streams = HttpStreams(URL, bodies(num_tokens))
-    streams.wait_running(num_tokens // 6, 120)
+    streams = HttpStreams(URL, on_ray.make_bodies())
+    streams.wait_running(20, 120)
     network("cut", "2")
     time.sleep(seconds)
     assert streams.texts() == want, "after a cut the streams say something else"
@@ -152,23 +142,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=120)
-    num_tokens = parser.parse_args().tokens
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    if parser.parse_args().serve:
+        serve()
+        return 1
     with Machines() as machines:
         try:
             last = [machines.start_ray(machine) for machine in range(NUM_MACHINES)][-1]
             machines.serve()
             print(f"ready after {wait_ready(START_SECONDS):.0f} s: {health()['workers']}", flush=True)
-            calm = HttpStreams(URL, bodies(num_tokens))
+            calm = HttpStreams(URL, on_ray.make_bodies())
             want = calm.texts()
             print(f"undisturbed: longest pause {calm.gap_seconds:.2f} s", flush=True)
-            streams = run_cut(want, num_tokens, SHORT_SECONDS)
+            streams = run_cut(want, SHORT_SECONDS)
             print(
                 f"cut off for {SHORT_SECONDS:g} s: longest pause {streams.gap_seconds:.2f} s; {health()['detail']}"
             )
             network("join", "2")
             print(f"ready again after {wait_ready(HEAL_SECONDS):.1f} s", flush=True)
-            streams = run_cut(want, num_tokens, 0.0)
+            streams = run_cut(want, 0.0)
             began = time.monotonic()
             print(
                 f"cut off for good: longest pause {streams.gap_seconds:.2f} s; {health()['detail']}",
@@ -182,7 +174,7 @@ def main() -> int:
             )
             machines.start_ray(2)
             print(f"ready again {wait_ready(HEAL_SECONDS):.1f} s after it was started anew", flush=True)
-            assert HttpStreams(URL, bodies(num_tokens)).texts() == want, "after all this"
+            assert HttpStreams(URL, on_ray.make_bodies()).texts() == want, "after all this"
         except AssertionError as error:
             print(f"FAILED: {error}\n{health()}\n{machines.log(0)[-3000:]}\n{machines.log(2)[-3000:]}")
             return 1

@@ -93,17 +93,16 @@ class RayNodes:
 class HttpStream(threading.Thread):
     """One streamed completion as its client sees it."""
 
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
+    def __init__(self, client: httpx.Client, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
-        self._url, self._body = url, {**body, "stream": True}
+        self._client, self._body = client, {**body, "stream": True}
         self.events: list[str] = []
         self.arrivals: list[float] = []
         """When each came, by `time.monotonic`."""
         self.start()
 
     def run(self) -> None:
-        url = f"{self._url}/v1/completions"
-        with httpx.stream("POST", url, json=self._body, timeout=180, trust_env=False) as reply:
+        with self._client.stream("POST", "/v1/completions", json=self._body) as reply:
             for line in reply.iter_lines():
                 if line:
                     self.arrivals.append(time.monotonic())
@@ -137,7 +136,9 @@ class HttpStreams:
     """Several at once."""
 
     def __init__(self, url: str, bodies: list[dict[str, Any]]) -> None:
-        self.streams = [HttpStream(url, body) for body in bodies]
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.Client(base_url=url, timeout=180, trust_env=False, limits=limits)
+        self.streams = [HttpStream(client, body) for body in bodies]
 
     def wait_running(self, num_events: int, seconds: float = 30.0) -> None:
         """Until each has had so many events."""

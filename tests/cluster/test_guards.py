@@ -119,9 +119,7 @@ def test_the_coordinator_tells_its_health_and_its_stats():
     run(test())
 
 
-def test_octavo_serve_logs_advice_when_it_first_holds(monkeypatch, caplog):
-    import ray
-
+def test_octavo_serve_logs_advice_when_it_first_holds(caplog):
     service = Service(ServiceConfig(block_size=8))
     reports = [
         HealthReport(status=HealthStatus.READY, advice=advice)
@@ -132,9 +130,7 @@ def test_octavo_serve_logs_advice_when_it_first_holds(monkeypatch, caplog):
             service.config.setup_advice(),
         )
     ]
-    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
-    service._scaler = SimpleNamespace(poll=lambda: None)
-    service._coordinator = SimpleNamespace(health=SimpleNamespace(remote=lambda: reports.pop(0)))
+    service._system = SimpleNamespace(poll=lambda: reports.pop(0))
     with caplog.at_level(logging.WARNING):
         told = []
         for _ in range(4):

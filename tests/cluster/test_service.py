@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -167,7 +168,7 @@ class TestRunning:
     def test_its_inside_is_on_loopback_and_its_ray_asks_for_a_token(self, system):
         import ray
 
-        address = ray.get(system.service._coordinator.address.remote())
+        address = ray.get(system.service._system._coordinator.address.remote())
         assert address.startswith("127.0.0.1:")
         process = system.worker_process("worker-0")
         listening = {
@@ -332,7 +333,7 @@ class TestRunning:
         import ray
 
         wait_for(system.idle, 10)
-        monkeypatch.setattr(system.service._scaler, "_grace_seconds", 1.0)
+        monkeypatch.setattr(system.service._system._scaler, "_grace_seconds", 1.0)
         alone = system.complete(max_tokens=250).json()["choices"][0]["text"]
         calls = Calls(system, 8, max_tokens=250)
         wait_for(lambda: system.stats()["running"] == 8, 10)
@@ -365,7 +366,7 @@ class TestRunning:
             assert json.loads(asked.stdout.read()) == {"workers": 2, "ready": True}
         assert workers() == ["worker-0 ready", "worker-1 ready"]
         system.service.scale(99)
-        coordinator = system.service._coordinator
+        coordinator = system.service._system._coordinator
 
         def refusal() -> str:
             workers()
@@ -374,6 +375,24 @@ class TestRunning:
         wait_for(lambda: "99 workers need" in refusal(), 10)
         assert workers() == ["worker-0 ready", "worker-1 ready"]
         assert system.complete(max_tokens=250).json()["choices"][0]["text"] == alone
+
+    def test_metrics_reach_rays_own_port(self, system):
+        import ray
+
+        (node,) = [node for node in ray.nodes() if node["Alive"]]
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        wanted = {
+            "octavo_requests_running",
+            "octavo_generation_tokens_total",
+            "octavo_inter_token_latency_seconds_bucket",
+            "octavo_router_decisions_total",
+            "octavo_http_requests_total",
+        }
+
+        def told():
+            return set(re.findall(r"^ray_(octavo_\w+)\{", httpx.get(url).text, re.MULTILINE))
+
+        wait_for(lambda: wanted <= told(), 60)
 
     def test_d23_stop_lets_streams_finish_refuses_new_ones_and_leaves_nothing(self, system):
         lines: list[str] = []

@@ -253,7 +253,8 @@ class TestRoundTrips:
 
     @given(deltas())
     def test_delta(self, delta):
-        assert same(codec.decode_delta(over_the_wire(codec.encode_delta(delta))), delta)
+        sent = over_the_wire(codec.encode_outputs([delta, delta]))
+        assert same([codec.decode_delta(message) for message in sent.deltas], [delta, delta])
 
     @given(workers)
     def test_worker_info(self, info):
