@@ -198,9 +198,9 @@ def apply_masks(work: torch.Tensor, rows: Int64Array, words: Int32Array) -> None
         return
     if work.device.type == "cpu":
         # Four times as fast as the same in torch.
-        bits = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little", count=work.shape[1])
-        for row, denied in zip(rows.tolist(), torch.from_numpy(bits.view(np.bool_)), strict=True):
-            work[row].masked_fill_(denied, -torch.inf)
+        denied = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little", count=work.shape[1])
+        for row, ids in zip(rows.tolist(), torch.from_numpy(denied.view(np.bool_)), strict=True):
+            work[row].masked_fill_(ids, -torch.inf)
         return
     places = torch.arange(32, device=work.device, dtype=torch.int32)
     bits = torch.from_numpy(words).to(work.device)[:, :, None] >> places
