@@ -118,6 +118,8 @@ def targets_table(runs: list[Run]) -> list[str]:
         ratios = {peer: _ratio(target.metric, ours, found) for peer, found in theirs.items()}
         best = min(ratios, key=lambda peer: ratios[peer])
         verdict = "met" if ratios[best] >= target.factor else "missed"
+        if any(_disturbed(runs, name, target.metric) for name in (target.ours, best)):
+            verdict = f"~{verdict}"
         lines.append(
             _row(
                 target.ours, target.metric.title, best, f"{ratios[best]:.2f}", f"{target.factor:.2f}", verdict
@@ -161,9 +163,12 @@ def _ratio(metric: Metric, ours: list[float], theirs: list[float]) -> float:
 
 
 def _cell(runs: list[Run], name: str, metric: Metric) -> str:
-    disturbed = not any(map(is_quiet, _of_workload(runs, name, metric)))
-    found = values(runs, name, metric)
-    return ("~" if found and disturbed else "") + _median_and_range(found)
+    return ("~" if _disturbed(runs, name, metric) else "") + _median_and_range(values(runs, name, metric))
+
+
+def _disturbed(runs: list[Run], name: str, metric: Metric) -> bool:
+    found = _of_workload(runs, name, metric)
+    return bool(found) and not any(map(is_quiet, found))
 
 
 def _median_and_range(found: list[float]) -> str:

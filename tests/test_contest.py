@@ -60,6 +60,9 @@ def test_what_others_disturbed_is_run_again_and_counts_only_for_want_of_better(l
     assert contest.missing("octavo", 0, ["w1", "w5"], runs) == ["w1", "w5"]
     assert contest.missing("octavo", 1, ["w1"], runs) == []
     cells = report.figures_table(runs, ["octavo"])[2].split(" | ")
+    runs += [make_run("vllm", 0, w1=20.0, w5=1.0)]
+    verdicts = [row.split(" | ")[-1] for row in report.targets_table(runs)[2:]]
+    assert verdicts == ["met |", "~missed |"]
     assert cells[1] == "10"
     assert "~50" in cells
 

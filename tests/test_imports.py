@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ENTRY_POINTS = {
     "octavo.cluster.cli",  # the console script
+    "octavo.cluster.cli.reference",  # writes docs/cli.md
     "octavo.cluster.config_docs",  # writes docs/configuration.md
     "octavo.cluster.metrics.dashboards",  # writes deploy/grafana
     "octavo.cluster.metrics.reference",  # writes the tables of docs/metrics.md
@@ -25,6 +26,7 @@ ENTRY_POINTS = {
     "octavo.kernels.reference_quantised",
     "octavo.kernels.reference_sampling",
     "octavo.protos.generate",  # make protos
+    "octavo.protos.reference",  # writes docs/protos.md
 }
 """Modules that are started by name and so need no importer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import llguidance
 import numpy as np
@@ -13,9 +14,16 @@ from octavo.protos.types import Int32Array
 from octavo.worker.grammars import Compiled
 from octavo.worker.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 _ANY_OBJECT = '{"type":"object"}'
 # As the other backend writes: small models that may write any white space write nothing else.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 class LLGuidanceBackend:

@@ -192,8 +192,9 @@ def parse_chat(body: Body, config: HttpConfig) -> ChatCall:
             raise InvalidRequestError(
                 f"{wanted} cannot be combined with tools, whose calls it would forbid", param=wanted
             )
-        if tools.must:
-            wanted = _wanted(sampling, Wanted(tools.structured_output(), "tools"))
+        forced = tools.structured_output()
+        if forced is not None:
+            wanted = _wanted(sampling, Wanted(forced, "tools"))
     limit_name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     if "max_tokens" in body and body.any("max_tokens") != body.any(limit_name):
         raise InvalidRequestError(
