@@ -140,6 +140,9 @@ class Service:
         return self
 
     def _start_ray(self) -> None:
+        if self.config.ray_address is None:
+            # Ray reads the mode when it is imported, and would not believe its own cluster afterwards.
+            require_token()
         import ray
 
         if ray.is_initialized():
@@ -152,8 +155,6 @@ class Service:
             "logging_level": logging.ERROR,
         }
         _check_ray_address(self.config.ray_address)
-        if self.config.ray_address is None:
-            require_token()
         where = self.config.ray_address or "a local cluster"
         local = {
             "address": "local",

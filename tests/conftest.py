@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before any test imports Ray, which reads it then: `ray_access.require_token` would come too late.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import octavo.worker  # noqa: F401 - before any test imports torch: it sets how long OpenMP's threads spin
 
