@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from octavo.cluster.advice import Advice, setup_advice
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.openai.tool_parsers import TOOL_PARSERS
-from octavo.protos.auth import TlsFiles
 from octavo.protos.errors import ConfigError
+from octavo.protos.tls import TlsFiles
 from octavo.scheduler.autoscaling import AutoscalingConfig
 from octavo.scheduler.config import PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from octavo.scheduler.router import ROUTER_POLICIES, check_policy

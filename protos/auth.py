@@ -14,14 +14,14 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from octavo.protos import wire
-from octavo.protos.errors import ConfigError, StartupError
+from octavo.protos.errors import StartupError
 from octavo.protos.interface import Interface
+from octavo.protos.tls import TlsFiles
 
 METADATA_KEY = "authorization"
 OPEN_METHODS = "/grpc.health.v1.Health/"
@@ -38,47 +38,6 @@ def new_token() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files, at the same paths on every node: its own certificate and key, and the authority that signed all of
-    them. Read at every use, so that a connection made later uses what was renewed."""
-
-    cert: str
-    key: str
-    authority: str
-
-    @classmethod
-    def of(cls, cert: str | None, key: str | None, authority: str | None) -> TlsFiles | None:
-        """None without any. Raises `ConfigError` when one is missing, or not a file that can be read here."""
-        given = {"tls_cert": cert, "tls_key": key, "tls_ca": authority}
-        missing = [name for name, path in given.items() if not path]
-        if len(missing) == len(given):
-            return None
-        if missing:
-            raise ConfigError(f"{', '.join(missing)} must be given too: all three or none", param=missing[0])
-        files = cls(str(cert), str(key), str(authority))
-        for name, path in given.items():
-            try:
-                Path(str(path)).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"{name} {path} cannot be read: {error.strerror}", param=name) from None
-        return files
-
-    def _read(self) -> tuple[bytes, bytes, bytes]:
-        cert, key, authority = (Path(path).read_bytes() for path in (self.cert, self.key, self.authority))
-        return cert, key, authority
-
-    def client(self) -> grpc.ChannelCredentials:
-        """Raises `OSError` for files that are gone."""
-        cert, key, authority = self._read()
-        return grpc.ssl_channel_credentials(authority, key, cert)
-
-    def server(self) -> grpc.ServerCredentials:
-        """Asks every client for a certificate. Raises `OSError` for files that are gone."""
-        cert, key, authority = self._read()
-        return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
-
-
-@dataclass(frozen=True, slots=True)
 class Access:
     """How the processes of one system call each other. None of either: everybody may call, in the clear."""
 
@@ -91,7 +50,9 @@ class Access:
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)
         options.append(("grpc.ssl_target_name_override", TLS_NAME))
-        return grpc.aio.secure_channel(address, _credentials(self.tls.client), options=options)
+        cert, key, authority = _read(self.tls)
+        credentials = grpc.ssl_channel_credentials(authority, key, cert)
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
     def server(self, keepalive_seconds: float = wire.KEEPALIVE_SECONDS) -> grpc.aio.Server:
         """One that takes only calls with the token; None takes all."""
@@ -104,7 +65,9 @@ class Access:
             if self.tls is None:
                 port = server.add_insecure_port(interface.any_port)
             else:
-                port = server.add_secure_port(interface.any_port, _credentials(self.tls.server))
+                cert, key, authority = _read(self.tls)
+                credentials = grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=True)
+                port = server.add_secure_port(interface.any_port, credentials)
         except RuntimeError as error:
             raise StartupError(f"cannot listen at {interface.bind}: {error}") from error
         return interface.address(port)
@@ -119,9 +82,9 @@ OPEN = Access()
 """For tests, and for machines where nobody else can reach the ports."""
 
 
-def _credentials(make: Callable[[], Any]) -> Any:
+def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
     try:
-        return make()
+        return files.read()
     except OSError as error:
         raise StartupError(
             f"the certificate file {error.filename} cannot be read: {error.strerror}"

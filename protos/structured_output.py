@@ -18,6 +18,8 @@ MAX_TEXT_BYTES = 256 * 1024
 MAX_CHOICES = 4096
 MAX_NESTING = 64
 """Of a schema: compilers recurse."""
+MAX_PROPERTIES = 512
+"""Of one object of a schema: xgrammar takes time with the cube of those that may be left out, half a second for 512."""
 PARAM = "structured_output"
 
 
@@ -54,8 +56,14 @@ class StructuredOutput:
             raise InvalidRequestError(f"the JSON schema is not JSON: {error}", param=PARAM) from None
         if not isinstance(value, Mapping):
             raise InvalidRequestError(f"a JSON schema is an object, got {type(value).__name__}", param=PARAM)
-        if _depth(value) > MAX_NESTING:
+        depth, widest = _measure(value)
+        if depth > MAX_NESTING:
             raise InvalidRequestError(f"the JSON schema nests deeper than {MAX_NESTING}", param=PARAM)
+        if widest > MAX_PROPERTIES:
+            raise InvalidRequestError(
+                f"an object of a JSON schema has at most {MAX_PROPERTIES} properties, got {widest}",
+                param=PARAM,
+            )
         return cls(OutputKind.JSON_SCHEMA, text)
 
     @classmethod
@@ -104,10 +112,11 @@ def _text(what: str, value: Any) -> str:
     return value
 
 
-def _depth(value: Any) -> int:
-    """Levels of objects and lists within each other, found without recursion."""
-    depth, level = 0, [value]
+def _measure(value: Any) -> tuple[int, int]:
+    """Levels of objects and lists within each other, and entries of the largest object; without recursion."""
+    depth, widest, level = 0, 0, [value]
     while level := [one for one in level if isinstance(one, (Mapping, list, tuple))]:
         depth += 1
+        widest = max(widest, *(len(one) if isinstance(one, Mapping) else 0 for one in level), 0)
         level = [child for one in level for child in (one.values() if isinstance(one, Mapping) else one)]
-    return depth
+    return depth, widest

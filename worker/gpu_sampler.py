@@ -79,9 +79,8 @@ class GpuSampler(Sampler):
             arrived = torch.cuda.current_stream(self._device).record_event()
 
         def finish(found: npt.NDArray[np.int32]) -> Samples:
-            samples = _samples(found[0].copy(), found[1] != 0, logits, batch)
-            samples.errors.update(masks.errors if masks is not None else {})
-            return samples
+            refused = masks.errors if masks is not None else {}
+            return _samples(found[0].copy(), found[1] != 0, logits, batch, refused)
 
         return _OnTheirWay(tokens, host, arrived, finish)
 
@@ -191,12 +190,17 @@ def _made_up(count: int) -> SamplingBatch:
 
 
 def _samples(
-    tokens: npt.NDArray[np.int32], finite: npt.NDArray[np.bool_], logits: torch.Tensor, batch: SamplingBatch
+    tokens: npt.NDArray[np.int32],
+    finite: npt.NDArray[np.bool_],
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    refused: dict[int, str],
 ) -> Samples:
-    """Name what failed, and look up the log-probabilities of the rest."""
+    """Name what failed, and look up the log-probabilities of the rest. `refused`: samples whose grammar failed."""
     tokens[~finite] = MASKED_TOKEN
+    tokens[list(refused)] = MASKED_TOKEN
     failed = np.flatnonzero(tokens < 0).tolist()
-    errors = {k: NOTHING_LEFT if finite[k] else NOT_FINITE for k in failed}
+    errors = {k: NOTHING_LEFT if finite[k] else NOT_FINITE for k in failed} | refused
     tokens[failed] = MASKED_TOKEN
     wanted = np.flatnonzero((batch.num_logprobs >= 0) & (tokens >= 0))
     logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -185,18 +185,20 @@ def write_kv_rope(
         write_kv(wide_k, v, k_cache, v_cache, slot_mapping)
         return
     slots = slot_mapping.contiguous()
-    kv_cache.write_kv_rope_kernel(
-        q.shape[0],
-        (q.data_ptr(), q.stride(0), q.stride(1)),
-        (k.data_ptr(), k.stride(0), k.stride(1)),
-        (v.data_ptr(), v.stride(0), v.stride(1)),
-        q.shape[1],
-        (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1]),
-        (k_cache.data_ptr(), v_cache.data_ptr()),
-        k_cache.shape[0],
-        (k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]),
-        slots.data_ptr(),
-    )
+    with runtime.parallel_section:
+        kv_cache.write_kv_rope_kernel(
+            q.shape[0],
+            (q.data_ptr(), q.stride(0), q.stride(1)),
+            (k.data_ptr(), k.stride(0), k.stride(1)),
+            (v.data_ptr(), v.stride(0), v.stride(1)),
+            q.shape[1],
+            (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1]),
+            (k_cache.data_ptr(), v_cache.data_ptr()),
+            k_cache.shape[0],
+            (k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]),
+            slots.data_ptr(),
+            runtime.thread_count(),
+        )
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

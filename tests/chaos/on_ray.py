@@ -16,18 +16,20 @@ import signal
 import statistics
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from octavo.cluster.service import Service, ServiceConfig
 from octavo.worker.config import WorkerConfig
 from octavo.worker.default_model import default_model_dir
+from octavo.worker.loader import read_model_info, resolve_model
 
 from ..cluster import test_service
 from ..cluster.ray_nodes import HttpStreams, RayNodes, wait_for
 from ..worker import executor_support, sampling_reference
 from ..worker.executor_support import make_executor
 from . import node as pool_node
-from .node import BUDGET, pool_executor
+from .node import BUDGET, MAX_MODEL_LEN, pool_executor
 
 NUM_WORKERS, MAX_TOKENS = 3, 160
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -41,7 +43,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
 
 def build_pool(config: WorkerConfig) -> Any:
     """An executor whose model reads its context back out of the pool: a wrong block gives wrong tokens."""
-    return pool_executor(config.worker_id, make_executor)
+    executor = pool_executor(config.worker_id, make_executor)
+    # An ingress serves no other model than its own tokenizer's. Nothing here makes an id that the pool does not know.
+    served = read_model_info(resolve_model(config.model))
+    executor.info = replace(executor.info, model=replace(served, max_model_len=MAX_MODEL_LEN))
+    return executor
 
 
 def make_bodies(*, greedy: int = 40, sampled: int = 20) -> list[dict[str, Any]]:

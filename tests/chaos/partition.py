@@ -108,7 +108,8 @@ class Machines:
 def health() -> dict[str, Any]:
     try:
         return CLIENT.get("/health").json()
-    except httpx.TransportError:
+    except (httpx.TransportError, ValueError):
+        # The proxy is up before the replica and then answers in its own words.
         return {"status": "no answer", "workers": []}
 
 

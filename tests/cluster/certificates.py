@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from octavo.protos.auth import TLS_NAME, TlsFiles
+from octavo.protos.auth import TLS_NAME
+from octavo.protos.tls import TlsFiles
 
 DAY = datetime.timedelta(days=1)
 

@@ -18,9 +18,10 @@ from octavo.cluster.coordinator_servicer import CoordinatorServer
 from octavo.cluster.service_config import ServiceConfig
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import auth, coordinator_pb2, coordinator_pb2_grpc
-from octavo.protos.auth import Access, TlsFiles
+from octavo.protos.auth import Access
 from octavo.protos.errors import ConfigError, PlanRejectedError, UnavailableError, WorkerLostError
 from octavo.protos.interface import Interface
+from octavo.protos.tls import TlsFiles
 from octavo.worker.servicer import WorkerServer
 
 from .certificates import Authority

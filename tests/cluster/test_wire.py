@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import Future
 
 import grpc
 import numpy as np
@@ -11,7 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.cluster.worker_client import WorkerClient
 from octavo.protos import codec, wire, worker_pb2, worker_pb2_grpc
-from octavo.protos.errors import PlanRejectedError, ProtocolError, WorkerLostError
+from octavo.protos.errors import InvalidRequestError, PlanRejectedError, ProtocolError, WorkerLostError
+from octavo.protos.structured_output import StructuredOutput
 from octavo.protos.types import StepPlan, StepResult, TokenLogprobs
 from octavo.worker import servicer as servicer_module
 from octavo.worker.servicer import SERVICE_NAME, WorkerServer
@@ -68,6 +70,37 @@ async def results(client, count):
             raise client.error
         taken += client.take_results()
     return taken
+
+
+def test_a_grammar_is_made_ready_beside_the_steps_or_refused():
+    wanted = StructuredOutput.regex("a+")
+
+    class Compiling(FakeExecutor):
+        def compile_grammar(self, asked):
+            assert asked == wanted
+            future = Future()
+            if self.refusal is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self.refusal)
+            return future
+
+    async def test():
+        executor = Compiling()
+        executor.refusal = None
+        executor.gate.clear()  # steps wait, grammars do not
+        async with Rig(executor) as rig:
+            client = await rig.connect(1)
+            client.send(empty_plan(1, 1))
+            await client.compile_grammar(wanted)
+            executor.refusal = InvalidRequestError("no such thing", param="structured_output")
+            with pytest.raises(InvalidRequestError, match="no such thing") as caught:
+                await client.compile_grammar(wanted)
+            assert caught.value.param == "structured_output"
+            executor.gate.set()
+            await results(client, 1)
+
+    run(test())
 
 
 def test_hello_says_what_the_worker_is():

@@ -49,7 +49,7 @@ async def stays_up(executor: Any, tokenizer: Tokenizer, seconds: float, keepaliv
             httpx.AsyncClient(base_url=system.url, timeout=None, trust_env=False) as client,
         ):
             streams = system.backend._commands, system.core._slots["worker-0"].link
-            body = {"prompt": "Once upon a time", "max_tokens": 4}
+            body = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
             call = asyncio.create_task(client.post("/v1/completions", json=body))
             await asyncio.sleep(seconds)
             assert not call.done()

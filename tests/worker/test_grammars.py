@@ -10,7 +10,7 @@ import pytest
 
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.errors import InvalidRequestError
-from octavo.protos.structured_output import MAX_NESTING, StructuredOutput
+from octavo.protos.structured_output import MAX_NESTING, MAX_PROPERTIES, StructuredOutput
 from octavo.worker.config import GUIDED_BACKENDS
 from octavo.worker.default_model import default_model_dir
 from octavo.worker.grammars import Grammars, TokenMasks
@@ -160,6 +160,10 @@ def test_an_output_that_left_its_grammar_is_an_error(grammars, tokenizer):
         (
             StructuredOutput.json_schema,
             json.loads('{"a":' * (MAX_NESTING + 1) + "1" + "}" * (MAX_NESTING + 1)),
+        ),
+        (
+            StructuredOutput.json_schema,
+            {"properties": {str(index): {} for index in range(MAX_PROPERTIES + 1)}},
         ),
         (StructuredOutput.regex, ""),
         (StructuredOutput.regex, "a" * 300_000),
