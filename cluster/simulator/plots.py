@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import ceil, floor, log10
@@ -46,6 +47,16 @@ def _legend(names: Sequence[str], x: float, y: float) -> list[str]:
         parts.append(_text(x + 15, y, name))
         x += 30 + 7.2 * len(name)
     return parts
+
+
+def above(*plots: str) -> str:
+    """One picture of several, the first on top."""
+    sizes = [tuple(map(float, re.findall(r'(?:width|height)="([\d.]+)"', plot)[:2])) for plot in plots]
+    parts, y = [], 0.0
+    for plot, (_, height) in zip(plots, sizes, strict=True):
+        parts.append(plot.replace("<svg ", f'<svg y="{y:g}" ', 1).rstrip())
+        y += height
+    return _svg(max(width for width, _ in sizes), y, parts)
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, limit: float) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from octavo.cluster.simulator.hardware import preset
 from octavo.cluster.simulator.labs.lab import Drive, LabResult, drive, request
-from octavo.cluster.simulator.plots import bars, lines
+from octavo.cluster.simulator.plots import above, bars, lines
 from octavo.protos.types import Request
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
@@ -140,23 +141,24 @@ def incident() -> LabResult:
         "max_waiting": 100_000,
     }
     reservations = device.kv_tokens // limit
-    runs: dict[str, list[tuple[float, float, float]]] = {}
+    runs: dict[str, list[_Moment]] = {}
     final: dict[str, Drive] = {}
     for name, rows in (("contiguous", reservations), ("paged", 1024)):
-        seen: list[tuple[float, float, float]] = []
+        seen: list[_Moment] = []
 
-        def watch(now: float, scheduler: Scheduler, seen: list[tuple[float, float, float]] = seen) -> None:
-            counts = scheduler.snapshot()
-            used = counts["blocks_used"] * 16
-            seen.append((now, float(scheduler.num_running_seqs), used * (1 - counts["waste"])))
+        def watch(now: float, scheduler: Scheduler, seen: list[_Moment] = seen) -> None:
+            counts, running = scheduler.snapshot(), scheduler.num_running_seqs
+            held = counts["blocks_used"] * 16
+            seen.append(_Moment(now, running, held, held * (1 - counts["waste"])))
 
         # Whole reservations are as many rows: a row's blocks are always there.
         config = SchedulerConfig(max_num_seqs=rows, **common)
         final[name] = drive(config, device.step_time(), arrivals, watch=watch, end=seconds)
         runs[name] = seen
-    peak = {name: max(row[1] for row in seen) for name, seen in runs.items()}
-    full = next(now for now, running, _ in runs["contiguous"] if running >= reservations)
-    held = max(runs["contiguous"], key=lambda row: row[1])[2]
+    peak = {name: max(one.in_flight for one in seen) for name, seen in runs.items()}
+    full = next(one.seconds for one in runs["contiguous"] if one.in_flight >= reservations)
+    held = max(runs["contiguous"], key=lambda one: one.in_flight).used_tokens
+    thin = {name: _thin(seen) for name, seen in runs.items()}
     waste = final["paged"].scheduler.snapshot()["peak_waste"]
     ratio = peak["paged"] / peak["contiguous"]
     slots = reservations * limit
@@ -188,13 +190,37 @@ def incident() -> LabResult:
             f"requests are in flight at the peak, {ratio:.1f} times as many, and {waste:.1%} of the slots in use are "
             "empty. What limits the server then is its speed: at 180 requests a second either would need more GPUs."
         ),
-        svg=lines(
-            {name: [(now, running) for now, running, _ in _thin(seen)] for name, seen in runs.items()},
-            title="Requests in flight while the load rises from 20 to 180 a second",
-            x_label="seconds",
-            y_label="in flight",
+        svg=above(
+            lines(
+                {name: [(one.seconds, one.in_flight) for one in seen] for name, seen in thin.items()},
+                title="Requests in flight while the load rises from 20 to 180 a second",
+                x_label="seconds",
+                y_label="in flight",
+            ),
+            lines(
+                {
+                    "contiguous: reserved": [
+                        (one.seconds, one.in_flight * limit) for one in thin["contiguous"]
+                    ],
+                    "used": [(one.seconds, one.used_tokens) for one in thin["contiguous"]],
+                    "paged: held": [(one.seconds, one.held_tokens) for one in thin["paged"]],
+                    "used ": [(one.seconds, one.used_tokens) for one in thin["paged"]],
+                },
+                title="Slots for tokens: what lies between held and used is lost",
+                x_label="seconds",
+                y_label="tokens",
+            ),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    seconds: float
+    in_flight: int
+    held_tokens: int
+    """Slots of the blocks in use."""
+    used_tokens: float
 
 
 def _rising(rates: tuple[float, float], seconds: float, answer: int) -> list[tuple[float, Request]]:
@@ -210,7 +236,9 @@ def _rising(rates: tuple[float, float], seconds: float, answer: int) -> list[tup
         arrivals.append((now, request(str(number), rng.randint(150, 300), answer, at=number % 2000)))
 
 
-def _thin(rows: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """One point each tenth of a second: a plot shows no more."""
-    kept = [later for before, later in pairwise(rows) if int(before[0] * 10) != int(later[0] * 10)]
-    return kept or rows
+def _thin(moments: list[_Moment]) -> list[_Moment]:
+    """One each tenth of a second: a plot shows no more."""
+    kept = [
+        later for before, later in pairwise(moments) if int(before.seconds * 10) != int(later.seconds * 10)
+    ]
+    return kept or moments
