@@ -3,8 +3,9 @@
 python benchmarks/simulator_accuracy.py [--seconds 60] [--loads 0.5,0.8,0.95] [--json] [--save-calibration FILE]
 
 Starts the whole system (Ray, coordinator, one worker, HTTP) with `--record` and sends completions: a burst, which shows
-the saturated rate, and a light load, from which step times are fitted; then Poisson arrivals at each load. Each
-of these runs is replayed, and simulated with the fitted step times; its own answers' lengths are those of the trace.
+the saturated rate, and Poisson arrivals at 0.3 and 0.7 of it; step times are fitted to these. Then Poisson arrivals at
+each load. Each of these runs is replayed, and simulated with the fitted step times; its own answers' lengths are those
+of the trace.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octavo.cluster.simulator.calibration import calibrate, write_calibration
 from octavo.cluster.simulator.hardware import Device
 from octavo.cluster.simulator.live import beside
 
+CALIBRATION_LOADS = (0.3, 0.7)
 WARM_UP = 4
 """Requests before a run that do not count."""
 
@@ -74,6 +76,8 @@ def run(folder: Path, name: str, rate: float, seconds: float, seed: int) -> tupl
     found = replay(read_recording(path))
     for request_id in list(found.requests)[:WARM_UP]:
         del found.requests[request_id]
+    begin = next(iter(found.requests.values())).at_seconds
+    found.steps = [step for step in found.steps if step.ended_at > begin]
     return found, spent
 
 
@@ -85,19 +89,24 @@ def main() -> None:
     parser.add_argument("--loads", default="0.5,0.8,0.95")
     parser.add_argument("--burst", type=int, default=48)
     parser.add_argument("--save-calibration", type=Path)
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the recordings, to be looked at again"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        found, spent = run(Path(folder), "saturated", float("inf"), options.burst, seed=1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        found, spent = run(folder, "saturated", float("inf"), options.burst, seed=1)
         saturated = options.burst / spent
-        light, _ = run(Path(folder), "light", 0.3 * saturated, options.seconds, seed=2)
-        found.steps += light.steps
+        for load in CALIBRATION_LOADS:
+            calm, _ = run(folder, f"calibration-{load}", load * saturated, options.seconds, seed=2)
+            found.steps += calm.steps
         device: Device = calibrate(found, "this machine")
         if options.save_calibration:
             write_calibration(device, options.save_calibration)
         for number, load in enumerate(map(float, options.loads.split(","))):
-            found, _ = run(Path(folder), f"load {load}", load * saturated, options.seconds, seed=10 + number)
+            found, _ = run(folder, f"load-{load}", load * saturated, options.seconds, seed=10 + number)
             live, simulated = beside(found, device, f"load {load}")
             results.append(
                 {

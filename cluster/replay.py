@@ -38,12 +38,16 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Of one worker: what a step computed, and how long."""
+    """Of one worker: what a step computed, and how long that took."""
 
     num_tokens: int
     num_rows: int
     context_tokens: int
+    ended_at: float
+    """By the coordinator's clock."""
     seconds: float
+    """As the coordinator saw it: from its plan, or from the result before, to its own result. What lies between two
+    steps counts as well, as it does for a client."""
 
 
 @dataclass(slots=True)
@@ -107,8 +111,10 @@ class _Player:
         self._ids: list[str] = []
         self._options = json.loads(started.scheduler_options)
         self._router = Router(started.router_seed, policy=started.router_policy)
-        self._plans: dict[tuple[int, int], worker_pb2.StepPlan] = {}
-        """In flight, by scheduler and step."""
+        self._plans: dict[tuple[int, int], tuple[worker_pb2.StepPlan, float]] = {}
+        """In flight, by scheduler and step, each with when it was made."""
+        self._last_result: dict[int, float] = {}
+        """When each scheduler got its last result."""
 
     def play(self, kind: str, call: object) -> None:
         getattr(self, f"_{kind}")(call)
@@ -161,18 +167,22 @@ class _Player:
                 f"step of {self._ids[call.scheduler]} at {call.now:.6f} s: {', '.join(names)} differ"
             )
         if now is not None:
-            self._plans[call.scheduler, now.step_id] = now
+            self._plans[call.scheduler, now.step_id] = now, call.now
 
     def _committed(self, call: recording_pb2.Committed) -> None:
         result = codec.decode_result(call.result)
-        message = self._plans.pop((call.scheduler, result.step_id), None)
-        if message is not None:
-            plan = codec.decode_plan(message)
-            seconds = result.step_seconds - result.parts_seconds.get("swap", 0.0)
+        found = self._plans.pop((call.scheduler, result.step_id), None)
+        if found is not None:
+            plan, began = (
+                codec.decode_plan(found[0]),
+                max(found[1], self._last_result.get(call.scheduler, 0.0)),
+            )
+            seconds = call.now - began - result.parts_seconds.get("swap", 0.0)
             if len(plan.rows) and seconds > 0:
                 tokens = plan.num_scheduled_tokens
                 context = int(plan.start_positions.sum()) + tokens
-                self._found.steps.append(MeasuredStep(tokens, len(plan.rows), context, seconds))
+                self._found.steps.append(MeasuredStep(tokens, len(plan.rows), context, call.now, seconds))
+        self._last_result[call.scheduler] = call.now
         self._others(
             call.events,
             lambda: self._found.schedulers[call.scheduler].commit(result, call.now),

@@ -131,7 +131,7 @@ def test_a_fit_finds_what_made_the_steps():
         rows = rng.randint(1, 32)
         tokens, context = rows + rng.choice((0, 200)), rng.randint(100, 9000)
         seconds = true[0] + true[1] * tokens + true[3] * context
-        steps.append(MeasuredStep(tokens, rows, context, seconds * rng.uniform(0.95, 1.05)))
+        steps.append(MeasuredStep(tokens, rows, context, 0.0, seconds * rng.uniform(0.95, 1.05)))
     found = fit(steps)
     assert all(one >= 0 for one in found)
     for one, other in itertools.zip_longest(found, true):
