@@ -36,10 +36,11 @@ demo: venv
 serve: venv
 	@$(BIN)/octavo serve --workers 2 $(ARGS)
 
-# Many tests wait for a clock or a process, so two at a time halve the time even on two cores. JOBS=0: one by one.
+# Many tests wait for a clock or a process, so two at a time halve the time even on two cores; those of a file stay
+# together, for its fixtures' sake. JOBS=0: one by one.
 JOBS ?= 2
 test: venv
-	@$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check

@@ -22,12 +22,6 @@ settings.register_profile("octavo", deadline=None, derandomize=True, print_blob=
 settings.load_profile("octavo")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those of a file stay together and in order, for its fixtures' sake."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
-
-
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model's folder; fetched and converted when this machine has none (about 30 s, once)."""

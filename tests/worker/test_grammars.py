@@ -178,3 +178,18 @@ def test_texts_are_checked_before_any_compiler_sees_them(make, given):
     with pytest.raises(InvalidRequestError) as caught:
         make(given)
     assert caught.value.param == "structured_output"
+
+
+def test_no_string_of_json_holds_a_control_character(grammars, tokenizer, vocabulary):
+    """JSON forbids them bare; escaped they are fine."""
+    control = [index for index, token in enumerate(vocabulary.tokens) if any(byte < 0x20 for byte in token)]
+    assert len(control) > 32
+    for wanted, begin in (
+        (StructuredOutput.json_schema(PERSON), '{"name": "a'),
+        (StructuredOutput.json_object(), '{"a'),
+    ):
+        row = grammars.start(wanted, tokenizer.encode(begin, False))
+        assert not allowed(row)[control].any()
+    assert matches(
+        grammars, tokenizer, StructuredOutput.json_schema(PERSON), '{"name": "\\u0000\\n", "age": 3}'
+    )
