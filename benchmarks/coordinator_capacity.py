@@ -53,6 +53,8 @@ PROFILE_LINES = 30
 class Idle:
     """An executor whose steps take a while and give 1s."""
 
+    runs_ahead = False
+
     def __init__(self, worker_id: str) -> None:
         self.info = WorkerInfo(
             worker_id=worker_id,
