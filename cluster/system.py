@@ -72,7 +72,7 @@ class System:
                     num_cpus=0,
                     # Beside its owner, this process, without which it ends anyway: no other node's loss is its own.
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        ray.get_runtime_context().get_node_id(), soft=True
+                        ray.get_runtime_context().get_node_id(), soft=False
                     ),
                 )
                 .remote(coordinator_config, loopback=loopback, autoscaling=config.autoscaling())
