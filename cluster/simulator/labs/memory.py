@@ -202,9 +202,9 @@ def incident() -> LabResult:
                     "contiguous: reserved": [
                         (one.seconds, one.in_flight * limit) for one in thin["contiguous"]
                     ],
-                    "used": [(one.seconds, one.used_tokens) for one in thin["contiguous"]],
+                    "contiguous: used": [(one.seconds, one.used_tokens) for one in thin["contiguous"]],
                     "paged: held": [(one.seconds, one.held_tokens) for one in thin["paged"]],
-                    "used ": [(one.seconds, one.used_tokens) for one in thin["paged"]],
+                    "paged: used": [(one.seconds, one.used_tokens) for one in thin["paged"]],
                 },
                 title="Slots for tokens: what lies between held and used is lost",
                 x_label="seconds",
