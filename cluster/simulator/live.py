@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from octavo.cluster.replay import Replay
-from octavo.cluster.simulator.fleet import FleetConfig, quantile
+from octavo.cluster.replay import LiveRequest, Replay
+from octavo.cluster.simulator.fleet import FleetConfig, Outcome, quantile
 from octavo.cluster.simulator.hardware import Device
 from octavo.cluster.simulator.run import simulate
 from octavo.cluster.simulator.traces import Trace, TraceRequest
@@ -34,15 +34,24 @@ class Latencies:
         return asdict(self)
 
 
-def _latencies(ttft: Sequence[float], total: Sequence[float], outputs: Sequence[int]) -> Latencies:
-    itl = [(t - f) / (n - 1) for f, t, n in zip(ttft, total, outputs, strict=True) if n > 1]
+def _latencies(done: Sequence[LiveRequest | Outcome]) -> Latencies:
+    ttft = [one.ttft_seconds for one in done]
+    itl = [
+        (one.total_seconds - one.ttft_seconds) / (one.num_output_tokens - 1)
+        for one in done
+        if one.num_output_tokens > 1
+    ]
     return Latencies(
-        requests=len(ttft),
+        requests=len(done),
         ttft_mean=sum(ttft) / max(1, len(ttft)),
-        ttft_p50=quantile(list(ttft), 0.5),
-        ttft_p99=quantile(list(ttft), 0.99),
+        ttft_p50=quantile(ttft, 0.5),
+        ttft_p99=quantile(ttft, 0.99),
         itl_mean=sum(itl) / max(1, len(itl)),
     )
+
+
+def _answered(found: Replay) -> list[LiveRequest]:
+    return [one for one in found.requests.values() if one.total_seconds >= 0 and one.num_output_tokens]
 
 
 def recorded_trace(found: Replay, name: str) -> Trace:
@@ -50,7 +59,7 @@ def recorded_trace(found: Replay, name: str) -> Trace:
 
     Raises `InvalidRequestError` where there is none.
     """
-    done = [one for one in found.requests.values() if one.total_seconds >= 0 and one.num_output_tokens]
+    done = _answered(found)
     if not done:
         raise InvalidRequestError("no request of the recording was answered", param="recording")
     begin = done[0].at_seconds
@@ -92,16 +101,4 @@ def beside(found: Replay, device: Device, name: str) -> tuple[Latencies, Latenci
     """(measured, simulated). Raises as `recorded_trace`."""
     trace = recorded_trace(found, name)
     record = simulate(fleet_of(found, device), trace)
-    done = [one for one in found.requests.values() if one.total_seconds >= 0 and one.num_output_tokens]
-    return (
-        _latencies(
-            [one.ttft_seconds for one in done],
-            [one.total_seconds for one in done],
-            [one.num_output_tokens for one in done],
-        ),
-        _latencies(
-            [one.ttft_seconds for one in record.outcomes],
-            [one.total_seconds for one in record.outcomes],
-            [one.num_output_tokens for one in record.outcomes],
-        ),
-    )
+    return _latencies(_answered(found)), _latencies(record.outcomes)
