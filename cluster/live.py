@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.protos.types import StepPlan, StepResult
+from octavo.protos.types import Int32Array, StepPlan, StepResult
 from octavo.scheduler.block_pool import BlockState
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ CELLS_MAX = 4096
 class _Step:
     step_id: int
     budget_tokens: int
-    rows: list[int]
-    num_tokens: list[int]
+    rows: Int32Array
+    num_tokens: Int32Array
     """Of each row: 1 is a decode, unless a prompt's last chunk is."""
     seconds: float | None = None
     """None: under way."""
@@ -47,9 +47,7 @@ class LastSteps:
 
     def on_plan(self, plan: StepPlan, *, budget_tokens: int) -> None:
         if len(plan.rows):
-            self._steps.append(
-                _Step(plan.step_id, budget_tokens, plan.rows.tolist(), plan.num_tokens.tolist())
-            )
+            self._steps.append(_Step(plan.step_id, budget_tokens, plan.rows, plan.num_tokens))
 
     def on_result(self, result: StepResult) -> None:
         for step in self._steps:
@@ -62,8 +60,8 @@ class LastSteps:
             {
                 "id": step.step_id,
                 "budget": step.budget_tokens,
-                "rows": step.rows,
-                "tokens": step.num_tokens,
+                "rows": step.rows.tolist(),
+                "tokens": step.num_tokens.tolist(),
                 "seconds": step.seconds,
             }
             for step in self._steps
