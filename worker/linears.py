@@ -1,10 +1,10 @@
 """Matrix products with fixed weights, in the forms that run fastest here.
 
 Owns the forms and the choice among them. On a CPU weights are packed once into the layout that the code behind
-reads in order: our own kernel for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32 sums)
-and for int8. Measured, the packed form of a dtype was the fastest at every number of rows (docs/performance.md), so a
-weight is held in one form. In float32 a row's result is then the same to the last bit, however many rows stand beside it.
-Anything else (other devices, other dtypes) is `PlainLinear`.
+reads in order: our own kernel for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32
+sums) and for int8. Measured, the packed form of a dtype was the fastest at every number of rows (docs/performance.md),
+so a weight is held in one form. In float32 a row's result is then the same to the last bit, however many rows stand
+beside it. Anything else (other devices, other dtypes) is `PlainLinear`.
 """
 
 from __future__ import annotations

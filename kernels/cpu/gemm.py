@@ -2,8 +2,8 @@
 
 A weight [N, K] is kept in panels of `PANEL` outputs, [ceil(N / PANEL), K, PANEL], so that it is read in order. A tile
 of up to `TILE_ROWS` rows by one panel stays in registers while K goes by (`tile`): each weight is loaded once for all
-rows of a tile, from memory for the first tile and from the second-level cache for the others. Each tile asks for a part of
-the panel that comes next, which keeps memory busy while the CPU multiplies.
+rows of a tile, from memory for the first tile and from the second-level cache for the others. Each tile asks for a
+part of the panel that comes next, which keeps memory busy while the CPU multiplies.
 
 Every output is summed up in the same order, whatever stands beside its row: a row's result does not depend on the
 batch by one bit.
@@ -73,7 +73,7 @@ def _multiply_item(
     silu: bool,
     sums: Any,
 ) -> None:
-    """Rows (begin, end) by one panel; see `multiply_kernel` for the rest. sums float32 [ROWS_MAX * PANEL] is scratch."""
+    """Rows (begin, end) by one panel; see `multiply_kernel` for the rest. sums float32 [rows * PANEL] is scratch."""
     begin, end = rows
     weight_at, depth, num_outputs = weight
     array, out_stride = out
