@@ -276,7 +276,7 @@ class CoordinatorCore:
             raise
         self._on_routed(events, worker_id)
         self._guards.on_request(request)
-        self._put(self._requests.open(request, sink), worker_id)
+        self._put(self._open(request, sink), worker_id)
 
     def resume(self, request: Request, resume: Resume, sink: IngressSink) -> None:
         """Go on with a request that was accepted before, by whoever was coordinator then. It may wait for a worker.
@@ -294,8 +294,13 @@ class CoordinatorCore:
             "its stream or its coordinator was lost",
             age_seconds=resume.metrics.total_seconds if resume.metrics else 0.0,
         )
-        self._waiting.enter(self._requests.open(request, sink, resume))
+        self._waiting.enter(self._open(request, sink, resume))
         self._place_waiting()
+
+    def _open(self, request: Request, sink: IngressSink, resume: Resume | None = None) -> OpenRequest:
+        if self._tracer is not None:
+            self._tracer.on_open(request)
+        return self._requests.open(request, sink, resume)
 
     def _check_open(self, request: Request) -> None:
         if self._draining:

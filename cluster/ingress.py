@@ -1,7 +1,8 @@
-"""The HTTP app on Ray Serve: one replica, or several, in front of the coordinator.
+"""The HTTP app in replicas of Ray Serve: one, or several, in front of the coordinator.
 
-Owns how a replica is put together and what Serve may queue. The app itself knows nothing of Serve. A replica
-imports neither torch nor transformers: it needs the tokenizer and `ModelInfo`, which come from the model's folder.
+Owns how a replica is put together, where it listens and what Serve may queue. The app itself knows nothing of Serve. A
+replica imports neither torch nor transformers: it needs the tokenizer and `ModelInfo`, which come from the model's
+folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cluster.coordinator import find_coordinator
 from octavo.cluster.coordinator_client import GrpcBackend
+from octavo.cluster.listener import Listener
 from octavo.cluster.metrics.exposition import Family
 from octavo.cluster.metrics.ray_export import keep_publishing
 from octavo.cluster.openai.app import create_app
@@ -36,11 +38,13 @@ MAX_ONGOING_REQUESTS = 8192
 """Calls in one replica. Above the front door's own limit, whose refusals are in OpenAI's shape."""
 MAX_QUEUED_REQUESTS = 1024
 """Calls that wait at each proxy for a replica; Serve refuses the next with 503."""
-GRACEFUL_SHUTDOWN_SECONDS = 30.0
+DRAIN_SECONDS = 30
 """A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
+GRACEFUL_SHUTDOWN_SECONDS = DRAIN_SECONDS + 5.0
+"""Then Serve ends its process."""
 HEAD_NODE = {"node:__internal_head__": 0.001}
-"""Ray's mark of the head node. The proxy is there, and with it all connections: a replica elsewhere would be one more
-node whose loss breaks them."""
+"""Ray's mark of the head node. That is the address which clients know, and Serve's proxy is there: a replica elsewhere
+would be one more node whose loss breaks connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,9 @@ class IngressConfig:
     max_model_len: int | None = None
     """As the workers were told; None: the model's."""
     num_replicas: int = 1
+    host: str | None = None
+    """Where every replica listens by itself; None: calls come through Serve's proxy."""
+    port: int = 0
     http: HttpConfig = field(default_factory=HttpConfig)
     access: Access = OPEN
     """For calls to the coordinator."""
@@ -69,6 +76,9 @@ def build_app(config: IngressConfig) -> FastAPI:
         # A scrape reaches any of them: their counters must not be taken for one that jumps.
         http = replace(http, replica=f"{socket.gethostname()}-{os.getpid()}")
     app = create_app(backend, tokenizer, http)
+    listener = None
+    if config.host is not None:
+        listener = Listener(app, config.host, config.port, drain_seconds=DRAIN_SECONDS)
 
     async def families() -> list[Family]:
         return app.state.metrics.families()
@@ -81,7 +91,11 @@ def build_app(config: IngressConfig) -> FastAPI:
         if jobs is not None:
             # Batches that an earlier process had begun go on.
             jobs.start()
+        if listener is not None:
+            await listener.start()
         yield
+        if listener is not None:
+            await listener.close()
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
         if jobs is not None:

@@ -177,7 +177,6 @@ class Service:
     def _start_serve(self) -> None:
         import ray
         from ray import serve
-        from ray.serve.config import HTTPOptions
         from ray.serve.schema import LoggingConfig
 
         from octavo.cluster.ingress import APP_NAME, IngressConfig, ingress_application
@@ -190,16 +189,16 @@ class Service:
             model=self.config.model,
             max_model_len=self.config.max_model_len,
             num_replicas=self.config.num_ingresses,
+            host=self.config.host,
+            port=self._port,
             http=self.config.http_config(),
             access=self._access,
         )
         try:
-            serve.start(
-                proxy_location="HeadOnly",
-                http_options=HTTPOptions(host=self.config.host, port=self._port),
-                logging_config=quiet,
-            )
-            serve.run(ingress_application(config), name=APP_NAME, route_prefix="/", logging_config=quiet)
+            # Serve places and keeps the replicas. They listen themselves, so that no proxy is needed, and where the
+            # cluster has one it leads to them only by `serve deploy`.
+            serve.start(proxy_location="Disabled", logging_config=quiet)
+            serve.run(ingress_application(config), name=APP_NAME, route_prefix=None, logging_config=quiet)
         except (ray.exceptions.RayError, RuntimeError) as error:
             # Ray's text is a traceback of another process; its last line says what happened there.
             reason = str(error).strip().splitlines()[-1].strip()
@@ -293,7 +292,6 @@ class Service:
         if self._serve_started and self._serve_was_there:
             serve.delete(APP_NAME)
         elif self._serve_started:
-            # Its proxy would hold the port.
             serve.shutdown()
         if self._system is not None:
             self._system.kill()
@@ -314,7 +312,7 @@ def _check_port(host: str, port: int) -> None:
     """Raise `ConfigError` when nobody could listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As Serve's own socket: connections of a server that ended a moment ago do not count.
+        # As a replica's own socket: connections of a server that ended a moment ago do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

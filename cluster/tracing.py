@@ -1,8 +1,9 @@
 """OpenTelemetry traces: one span tree a request, made from its timeline when it ends.
 
-Owns what a span is: the request is the root, each phase (queued, prefill, parked, decode) a child, each entry of the
-timeline an event of the root. Costs nothing while a request runs. Needs the extra `otel`; nothing else imports this
-before traces are asked for. Sampling, headers and resource attributes follow OpenTelemetry's own variables.
+Owns what a span is: the request is the root, or a child of its caller's span, each phase (queued, prefill, parked,
+decode) a child of it, each entry of the timeline an event of it. Costs nothing while a request runs. Needs the extra
+`otel`; nothing else imports this before traces are asked for. Sampling, headers and resource attributes follow
+OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 import xxhash
 
 from octavo.protos.errors import ConfigError
+from octavo.protos.types import Request
 
 try:
     from opentelemetry import trace
+    from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -71,6 +74,13 @@ class RequestTracer:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("octavo")
+        self._parents: dict[str, str] = {}
+        """`trace_parent` by request id, of those that run and have one."""
+
+    def on_open(self, request: Request) -> None:
+        """`request` runs from now on, or again; `on_end` will be told of it."""
+        if request.trace_parent:
+            self._parents[request.request_id] = request.trace_parent
 
     def on_end(self, timeline: Mapping[str, Any]) -> None:
         """`timeline`: what `Timelines.describe` says of a request that has ended."""
@@ -78,8 +88,7 @@ class RequestTracer:
         self._ids.next_trace_id = trace_id_of(request_id)
         root = self._tracer.start_span(
             "request",
-            # No parent, whatever context this thread is in.
-            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            context=_context(self._parents.pop(request_id, "")),
             kind=trace.SpanKind.SERVER,
             start_time=_nanoseconds(began),
             attributes={"gen_ai.request.id": request_id, **_attributes(timeline)},
@@ -120,6 +129,15 @@ def otlp_tracer(endpoint: str) -> RequestTracer:
             "traces need OpenTelemetry's exporter: pip install 'octavo[otel]'", param="otlp_endpoint"
         ) from error
     return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+
+
+def _context(trace_parent: str) -> Context:
+    """Of the caller's span; without one of no span, whatever context this thread is in."""
+    if not trace_parent:
+        return trace.set_span_in_context(trace.INVALID_SPAN)
+    _, trace_id, span_id, flags = (int(part, 16) for part in trace_parent.split("-"))
+    parent = trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=trace.TraceFlags(flags))
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent))
 
 
 def _attributes(timeline: Mapping[str, Any]) -> dict[str, Any]:

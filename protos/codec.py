@@ -204,6 +204,7 @@ def _encode_request(request: Request, prompt: bytes) -> common_pb2.Request:
         fork_of=request.fork_of,
         timeout_seconds=request.timeout_seconds,
         tenant=request.tenant,
+        trace_parent=request.trace_parent,
     )
 
 
@@ -225,6 +226,7 @@ def _decode_request(message: common_pb2.Request, prompt: Int32Array) -> Request:
         fork_of=message.fork_of,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         tenant=message.tenant,
+        trace_parent=message.trace_parent,
     )
 
 

@@ -330,6 +330,8 @@ class Request:
     """From its arrival; then it is ended with `DeadlineExceededError`, since nobody waits any more. None: no limit."""
     tenant: str = ""
     """Who shares fairly with whom. Set by the front door from what it authenticated, never by the client."""
+    trace_parent: str = ""
+    """The caller's span, "00-TRACE-SPAN-FLAGS" as W3C's Trace Context writes it; empty: the request begins a trace."""
     fork_of: str = ""
     """Id of a request whose tokens the prompt begins with: while that one runs, its blocks are shared as they are."""
 

@@ -31,6 +31,7 @@ from octavo.cluster.openai.job_routes import JobRoutes, make_runner
 from octavo.cluster.openai.openapi import Described
 from octavo.cluster.openai.sse import GenerationResponse
 from octavo.cluster.tokenizer import Tokenizer
+from octavo.cluster.trace_context import trace_parent_of
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,12 @@ class _Routes:
     async def _generate(self, request: Request, path: str) -> Response:
         arrived = time.perf_counter()
         body = await read_json(request, self._config)
-        prepared = await self._calls.prepare(path, body, tenant_of(request.scope))
+        prepared = await self._calls.prepare(
+            path,
+            body,
+            tenant=tenant_of(request.scope),
+            trace_parent=trace_parent_of(request.scope["headers"]),
+        )
         ids = ", ".join(running.request_id for running in prepared.requests[:REQUEST_IDS_MAX])
         return GenerationResponse(
             self._calls.generation(prepared),

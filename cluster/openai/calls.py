@@ -90,9 +90,12 @@ class Calls:
             )
         return name
 
-    async def prepare(self, path: str, body: Body, tenant: str = "") -> Prepared:
-        """What `path` does with `body` for `tenant`. Raises `InvalidRequestError` naming the field,
-        `NotFoundError`, and `DeadlineExceededError` when the call's timeout has passed before all was tokenised."""
+    async def prepare(self, path: str, body: Body, *, tenant: str = "", trace_parent: str = "") -> Prepared:
+        """What `path` does with `body` for `tenant`, within its caller's span `trace_parent`.
+
+        Raises `InvalidRequestError` naming the field, `NotFoundError`, and `DeadlineExceededError` when the call's
+        timeout has passed before all was tokenised.
+        """
         began = time.monotonic()
         prepared = await self._by_path[path](body)
         if (wanted := prepared.call.params.structured_output) is not None:
@@ -109,7 +112,10 @@ class Calls:
                     f"the request did not finish within its timeout of {prepared.call.timeout:.3g} s "
                     "(it was not tokenised yet)"
                 )
-        requests = [replace(request, tenant=tenant, timeout_seconds=timeout) for request in prepared.requests]
+        requests = [
+            replace(request, tenant=tenant, trace_parent=trace_parent, timeout_seconds=timeout)
+            for request in prepared.requests
+        ]
         return replace(prepared, requests=requests)
 
     def generation(self, prepared: Prepared) -> Generation:

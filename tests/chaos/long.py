@@ -1,9 +1,10 @@
 """The long chaos run, which measures how long clients wait at each fault.
 
-    python -m tests.chaos.long [--repeats 20] [--lease SECONDS] [--only FAULT]
+    python -m tests.chaos.long [--repeats 20] [--first 0] [--lease SECONDS] [--only FAULT]
 
 40 greedy and 20 sampled streams over three workers; each fault in turn, at a random point, `--repeats` times, with the
-lease that CPU workers have in production unless told otherwise. Prints a table of the longest pause between two
+lease that CPU workers have in production unless told otherwise. `--first` numbers the first repeat, whose number is
+its seed: 20 repeats may be run in several goes. Prints a table of the longest pause between two
 outputs that any of the 60 clients saw, and ends with 1 at the first stream that is not what it would have been.
 """
 
@@ -24,7 +25,7 @@ from .traffic import Traffic, make_requests, reference
 MAX_TOKENS = 160
 
 
-async def measure(repeats: int, lease_seconds: float, faults: list[str]) -> dict[str, list[float]]:
+async def measure(repeats: range, lease_seconds: float, faults: list[str]) -> dict[str, list[float]]:
     """Longest pause in seconds of each run; under "none" those of undisturbed runs."""
     requests = make_requests("calm", max_tokens=MAX_TOKENS)
     want = reference(requests)
@@ -34,7 +35,7 @@ async def measure(repeats: int, lease_seconds: float, faults: list[str]) -> dict
         warm_up = Traffic(make_requests("warm up", max_tokens=MAX_TOKENS))
         warm_up.start(system.backend)
         await warm_up.finish(120)
-        for repeat in range(repeats):
+        for repeat in repeats:
             calm = Traffic(make_requests(f"calm {repeat}", max_tokens=MAX_TOKENS))
             calm.start(system.backend)
             await calm.finish(120)
@@ -46,7 +47,7 @@ async def measure(repeats: int, lease_seconds: float, faults: list[str]) -> dict
                 await system.idle()
                 gaps[name].append(outcome.gap_seconds)
             print(
-                f"repeat {repeat + 1}: " + ", ".join(f"{name} {gap[-1]:.2f} s" for name, gap in gaps.items()),
+                f"repeat {repeat}: " + ", ".join(f"{name} {gap[-1]:.2f} s" for name, gap in gaps.items()),
                 file=sys.stderr,
                 flush=True,
             )
@@ -58,12 +59,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--lease", type=float, default=LEASE_SECONDS_CPU)
     parser.add_argument("--only", choices=list(FAULTS), default=None)
     args = parser.parse_args()
     began = time.monotonic()
     try:
-        gaps = asyncio.run(measure(args.repeats, args.lease, [args.only] if args.only else list(FAULTS)))
+        repeats = range(args.first, args.first + args.repeats)
+        gaps = asyncio.run(measure(repeats, args.lease, [args.only] if args.only else list(FAULTS)))
     except AssertionError as error:
         print(f"FAILED: {error}")
         return 1

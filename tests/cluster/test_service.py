@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -13,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import grpc
 import httpx
 import psutil
 import pytest
 
+from octavo.cluster import ray_access
 from octavo.cluster import service as service_module
 from octavo.cluster.service import Service, ServiceConfig
 from octavo.protos.errors import ConfigError, ModelLoadError, StartupError
@@ -179,6 +182,51 @@ class TestRunning:
         # The other is Ray's own, which it opens everywhere.
         assert "127.0.0.1" in listening
         assert process.environ()["RAY_AUTH_MODE"] == "token"
+
+    def test_its_ray_refuses_whoever_has_no_token_or_another(self, system):
+        """At the ports that Ray opens on every interface: its store's, the raylet's, and that of each worker."""
+        import ray
+        from ray.core.generated import (
+            core_worker_pb2,
+            core_worker_pb2_grpc,
+            gcs_service_pb2,
+            gcs_service_pb2_grpc,
+            node_manager_pb2,
+            node_manager_pb2_grpc,
+        )
+
+        (node,) = [node for node in ray.nodes() if node["Alive"]]
+        (worker_port,) = {
+            one.laddr.port
+            for one in system.worker_process("worker-0").net_connections("inet")
+            if one.status == psutil.CONN_LISTEN and one.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"
+        }
+        host = node["NodeManagerAddress"]
+        doors = {
+            ray.get_runtime_context().gcs_address: lambda channel: (
+                gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetAllNodeInfo,
+                gcs_service_pb2.GetAllNodeInfoRequest(),
+            ),
+            f"{host}:{node['NodeManagerPort']}": lambda channel: (
+                node_manager_pb2_grpc.NodeManagerServiceStub(channel).GetNodeStats,
+                node_manager_pb2.GetNodeStatsRequest(),
+            ),
+            f"{host}:{worker_port}": lambda channel: (
+                core_worker_pb2_grpc.CoreWorkerServiceStub(channel).GetCoreWorkerStats,
+                core_worker_pb2.GetCoreWorkerStatsRequest(),
+            ),
+        }
+        ours = os.environ.get("RAY_AUTH_TOKEN") or ray_access.token_path().read_text()
+        for address, door in doors.items():
+            with grpc.insecure_channel(address) as channel:
+                call, request = door(channel)
+                for token in (None, "0" * 64):
+                    metadata = None if token is None else [("authorization", f"Bearer {token}")]
+                    with pytest.raises(grpc.RpcError) as refusal:
+                        call(request, metadata=metadata, timeout=10)
+                    assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                # So that what was refused is the token, and not the call.
+                call(request, metadata=[("authorization", f"Bearer {ours}")], timeout=10)
 
     def test_a_stream_says_what_a_reply_says(self, system):
         whole = system.complete().json()["choices"][0]["text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -19,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from octavo.cluster.timeline import Timelines
+from octavo.cluster.trace_context import trace_parent_of
 from octavo.cluster.tracing import RequestTracer, trace_id_of
 from octavo.protos.types import FinishReason
 from octavo.scheduler.events import (
@@ -43,8 +45,8 @@ class Traced:
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
-        tracer = RequestTracer(SimpleSpanProcessor(self.exporter))
-        self.timelines = Timelines(lambda: 0.0, wall_clock=lambda: 1000.0, on_end=tracer.on_end)
+        self.tracer = RequestTracer(SimpleSpanProcessor(self.exporter))
+        self.timelines = Timelines(lambda: 0.0, wall_clock=lambda: 1000.0, on_end=self.tracer.on_end)
 
     def spans(self) -> tuple[ReadableSpan, list[ReadableSpan]]:
         """(root, children in order of their start)"""
@@ -118,6 +120,59 @@ def test_a_request_that_fails_says_so() -> None:
     assert root.status.status_code is StatusCode.ERROR
 
 
+PARENT = f"00-{HEX}-00f067aa0ba902b7-01"
+
+
+def end_one(traced: Traced, trace_parent: str) -> tuple[ReadableSpan, ...]:
+    """All spans of a request that its caller made within the span `trace_parent`."""
+    traced.tracer.on_open(replace(make_request("r"), trace_parent=trace_parent))
+    traced.timelines.observe([Queued("r", 0.0, queue_length=0)])
+    traced.timelines.end("r", "aborted")
+    return tuple(traced.exporter.get_finished_spans())
+
+
+def test_a_request_is_a_child_of_its_callers_span() -> None:
+    traced = Traced()
+    (child,) = end_one(traced, PARENT)
+    assert child.context.trace_id == int(HEX, 16)
+    assert child.parent is not None
+    assert (child.parent.trace_id, child.parent.span_id) == (int(HEX, 16), 0x00F067AA0BA902B7)
+    assert child.parent.is_remote
+    assert child.attributes is not None
+    assert child.attributes["gen_ai.request.id"] == "r"
+    # The next one that uses the id has a caller of its own, or none.
+    assert end_one(traced, "")[-1].parent is None
+
+
+def test_a_caller_that_does_not_sample_is_followed() -> None:
+    assert end_one(Traced(), PARENT.removesuffix("01") + "00") == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "parent"),
+    [
+        ([PARENT], PARENT),
+        ([f" {PARENT} "], PARENT),
+        ([f"01-{HEX}-00f067aa0ba902b7-03"], f"00-{HEX}-00f067aa0ba902b7-03"),
+        ([f"fe-{HEX}-00f067aa0ba902b7-01-whatever comes"], PARENT),
+        ([], ""),
+        ([PARENT, PARENT], ""),
+        ([f"{PARENT}-more"], ""),
+        ([f"fe-{HEX}-00f067aa0ba902b7-01more"], ""),
+        ([f"ff-{HEX}-00f067aa0ba902b7-01"], ""),
+        ([PARENT.upper()], ""),
+        ([f"00-{'0' * 32}-00f067aa0ba902b7-01"], ""),
+        ([f"00-{HEX}-{'0' * 16}-01"], ""),
+        ([PARENT[:-1]], ""),
+        ([f"{PARENT}\n"], ""),
+        (["nonsense"], ""),
+    ],
+)
+def test_what_is_a_callers_span(values: list[str], parent: str) -> None:
+    headers = [(b"host", b"here"), *((b"traceparent", value.encode()) for value in values)]
+    assert trace_parent_of(headers) == parent
+
+
 def test_sampling_is_opentelemetrys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     traced = Traced()
@@ -173,10 +228,14 @@ def test_a_collector_gets_a_tree_of_each_request(collector: tuple[str, list[Any]
     async def scenario() -> None:
         async with Cluster(otlp_endpoint=endpoint) as cluster:
             backend = await cluster.backend()
-            await asyncio.gather(*(collect(backend, make_request(f"r{i}", n=1 + i % 2)) for i in range(4)))
+            requests = [make_request(f"r{i}", n=1 + i % 2) for i in range(4)]
+            requests.append(replace(make_request("child"), trace_parent=PARENT))
+            await asyncio.gather(*(collect(backend, request) for request in requests))
             await cluster.idle()
 
     run(scenario())
+    (child,) = [span for span in arrived if span.parent_span_id.hex() == PARENT.split("-")[2]]
+    assert child.trace_id.hex() == HEX
     roots = [span for span in arrived if not span.parent_span_id]
     assert len(roots) == 4
     told = {attribute.key: attribute.value for attribute in roots[0].attributes}

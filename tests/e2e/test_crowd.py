@@ -10,10 +10,9 @@ import pytest
 
 from octavo.cluster.tokenizer import Tokenizer
 
+from .crowd import Doctor, crowd
 from .quiet import stays_up
 from .support import Background
-
-NUM_CHATS = 1200
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +44,15 @@ def test_d24_calls_and_streams_that_are_silent_stay_up(executor, tokenizer):
 
 
 def test_d25_a_crowd_gets_answers_or_refusals_and_health_answers_meanwhile(executor, tokenizer):
-    async def crowd(url: str) -> tuple[list[httpx.Response], list[int]]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client,
-            httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as doctor,
-        ):
-            health: list[int] = []
-
-            async def watch() -> None:
-                while True:
-                    health.append((await doctor.get("/health")).status_code)
-                    await asyncio.sleep(0.5)
-
-            async def chat(number: int) -> httpx.Response:
-                message = {"role": "user", "content": f"Count to {number}."}
-                return await client.post(
-                    "/v1/chat/completions", json={"messages": [message], "max_tokens": 4}
-                )
-
-            watching = asyncio.create_task(watch())
-            replies = await asyncio.gather(*map(chat, range(NUM_CHATS)))
-            watching.cancel()
-            return list(replies), health
-
     # Room for most of them, and a queue that the rest does not fit in.
     limits = {"max_waiting": 700, "max_num_batched_tokens": 1024}
     with Background(executor, tokenizer, scheduler=limits) as running:
         system = running.system
-        replies, health = asyncio.run(crowd(system.url))
+        with Doctor(system.url) as doctor:
+            replies = asyncio.run(crowd(system.url))
+        for reply in replies:
+            if isinstance(reply, httpx.HTTPError):
+                raise reply
         counts = Counter(reply.status_code for reply in replies)
         assert counts.keys() <= {200, 429, 503}
         assert counts[200] >= 700
@@ -84,7 +63,7 @@ def test_d25_a_crowd_gets_answers_or_refusals_and_health_answers_meanwhile(execu
             else:
                 assert body["error"]["message"]
                 assert int(reply.headers["retry-after"]) >= 1
-        assert set(health) == {200}
+        assert set(doctor.statuses) == {200}
         assert system.core.health().workers[0]["status"] == "ready"
         assert system.core._slots["worker-0"].num_losses == 0
         assert system.core.num_unfinished == 0

@@ -105,6 +105,7 @@ requests = st.builds(
     adapter=TEXT,
     use_prefix_cache=st.booleans(),
     fork_of=TEXT,
+    trace_parent=TEXT,
     timeout_seconds=st.none() | SECONDS,
     tenant=TEXT,
 )

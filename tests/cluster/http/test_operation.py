@@ -216,6 +216,15 @@ def test_tenants_are_told_apart_by_their_keys_place(
     assert [request.tenant for request in backend.submitted] == ["key-1", "key-0", "key-1"]
 
 
+def test_a_calls_trace_header_goes_with_all_its_requests(api: Api, backend: ScriptedBackend) -> None:
+    parent = "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"
+    body = {"prompt": ["a", "b"], "max_tokens": 1}
+    for header, told in ((parent, parent), ("nonsense", "")):
+        backend.submitted.clear()
+        assert api.post("/v1/completions", body, headers={"traceparent": header}).status_code == 200
+        assert [request.trace_parent for request in backend.submitted] == [told, told]
+
+
 def test_the_tokenizer_is_described_for_harnesses(api: Api, tokenizer: Tokenizer) -> None:
     told = api.get("/tokenizer_info").json()
     assert (told["bos_token"], told["eos_token"]) == ("<|im_start|>", "<|im_end|>")
