@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from octavo.kernels.layer_cache import Scales
+from octavo.kernels.packed_weight import PackedWeight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -203,6 +204,40 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if gate_up.shape[0]:
         _implementation(gate_up.device.type, "silu_mul")(gate_up, out)
+    return out
+
+
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+) -> PackedWeight:
+    """The weight of a product, laid out for `multiply`. CPU only.
+
+    weight  float32 [N, K]; bias float32 [N]
+    gated   the first N / 2 outputs are gates of the others: see `reference.multiply`
+    """
+    if weight.dim() != 2 or weight.dtype != torch.float32 or (gated and weight.shape[0] % 2):
+        raise ValueError(
+            f"weight must be float32 [{'an even N' if gated else 'N'}, K], got {weight.dtype} {tuple(weight.shape)}"
+        )
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
+        raise ValueError(f"bias must be float32 [{weight.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
+    packed: PackedWeight = _implementation(weight.device.type, "pack_weight")(weight, bias, gated)
+    return packed
+
+
+def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """x @ weight.T + bias, or SiLU of its first half times its second; see `reference.multiply`. CPU only.
+
+    x float32 [T, K], last dimension contiguous. Returns a new float32 [T, weight.out_features].
+    """
+    in_features = weight.panels.shape[1]
+    if x.dim() != 2 or x.shape[1] != in_features or x.dtype != torch.float32 or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be float32 [T, {in_features}], rows contiguous, got {x.dtype} {tuple(x.shape)}"
+        )
+    out = x.new_empty(x.shape[0], weight.out_features)
+    if x.shape[0]:
+        _implementation(x.device.type, "multiply")(x, weight, out)
     return out
 
 

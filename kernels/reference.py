@@ -87,6 +87,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N]; if `gated`, silu(first half) * second half of that, [T, N / 2]."""
+    product = x.double() @ weight.double().T
+    if bias is not None:
+        product += bias.double()
+    if gated:
+        gate, up = product.chunk(2, dim=1)
+        product = gate * torch.sigmoid(gate) * up
+    return product.to(x.dtype)
+
+
 def normalize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each row by its largest magnitude, and add a row that makes the whole range from -1 to 1.
 

@@ -69,6 +69,9 @@ class KVManager:
         self._plan: PlanBuilder | None = None
         self._arriving: set[int] = set()
         """Host blocks that the plan under construction writes; only a later one can read them."""
+        self._planned: set[int] = set()
+        """Blocks of the tree that the plan under construction computes. It may share them: a worker writes a step's KV,
+        layer by layer, before anything attends to it. It cannot copy them, for copies come before the step."""
 
     @property
     def num_free(self) -> int:
@@ -102,7 +105,7 @@ class KVManager:
         if start < len(matched) * self.block_size:
             return hit
         rest = tokens[start * TOKEN_BYTES : min(limit, start + self.block_size - 1) * TOKEN_BYTES]
-        inside = self.tree.match_inside(root_key, matched[-1] if matched else None, rest)
+        inside = self.tree.match_inside(root_key, matched[-1] if matched else None, rest, skip=self._planned)
         if inside is None:
             return hit
         block, host_block = self._by_tier([inside[0]])
@@ -158,7 +161,8 @@ class KVManager:
         )
 
     def attach_prefix(self, seq: Sequence, hit: PrefixHit, plan: PlanBuilder) -> None:
-        """Start an empty table with the tree's blocks, whose KV is computed; a part of a block is copied.
+        """Start an empty table with the tree's blocks, whose KV is there when the step attends; a part of a block is
+        copied.
 
         What is in host memory is loaded before anything of the step that the plan is for."""
         for host_block in (*hit.host_blocks, hit.tail_host_block):
@@ -242,6 +246,7 @@ class KVManager:
         self.host.release(plan.held_host_blocks)
         plan.held_host_blocks.clear()
         self._arriving.clear()
+        self._planned.clear()
         self._plan = None
 
     def share_prefix(self, source: Sequence, seq: Sequence, num_tokens: int) -> None:
@@ -305,8 +310,38 @@ class KVManager:
             table += self.pool.allocate_many(missing)
             plan.append_blocks(row, have, table)
 
+    def publish_planned(self, seq: Sequence) -> None:
+        """Enter the full blocks that the plan under construction has just been told to compute, so that those whom it
+        admits later share them.
+
+        Only where the tree has nothing: what would give way is written by this very step, so `publish` sees to it in
+        the next plan.
+        """
+        size = self.block_size
+        have, want = seq.num_published_blocks, seq.num_computed_tokens // size
+        if want <= have or not self.caches(seq.group.request):
+            return
+        table = seq.block_table
+        after = table[have - 1] if have else None
+        first = seq.token_ids[have * size : (have + 1) * size].tobytes()
+        if self.tree.has_next(seq.group.root_key, after, first):
+            return
+        want = self._num_publishable(seq, want)
+        if want > have:
+            self._extend_tree(seq, want)
+            self._planned.update(table[have:want])
+            seq.num_published_blocks = want
+
+    def _extend_tree(self, seq: Sequence, want: int) -> list[int]:
+        """The tree's blocks from the published ones to block `want` of the table, entered where it had none."""
+        have, size = seq.num_published_blocks, self.block_size
+        tokens = seq.token_ids[have * size : want * size].tobytes()
+        assert len(tokens) == (want - have) * size * TOKEN_BYTES
+        after = seq.block_table[have - 1] if have else None
+        return self.tree.extend(seq.group.root_key, after, tokens, seq.block_table[have:want])
+
     def publish(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Enter the full blocks of the first `num_tokens` tokens, known and planned, into the tree.
+        """Enter the full blocks of the first `num_tokens` tokens, known and computed by earlier plans, into the tree.
 
         Returns (index, block) for each block of the table that gave way to one with the same content: two
         requests that computed the same prefix at the same time end up sharing it.
@@ -314,17 +349,12 @@ class KVManager:
         have, want = seq.num_published_blocks, num_tokens // self.block_size
         if want <= have or not self.caches(seq.group.request):
             return []
-        table, size = seq.block_table, self.block_size
+        table = seq.block_table
         want = self._num_publishable(seq, want)
         if want == have:
             return []
-        tokens = seq.token_ids[have * size : want * size].tobytes()
-        assert len(tokens) == (want - have) * size * TOKEN_BYTES
-        after = table[have - 1] if have else None
         replaced = []
-        for index, block in enumerate(
-            self.tree.extend(seq.group.root_key, after, tokens, table[have:want]), have
-        ):
+        for index, block in enumerate(self._extend_tree(seq, want), have):
             if block >= self.pool.num_blocks:
                 # Computed again, though the host still had it.
                 self.host.uncache(block - self.pool.num_blocks)

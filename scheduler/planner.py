@@ -148,6 +148,7 @@ class Planner:
             )
         )
         plan.schedule(seq, num_tokens)
+        self._kv.publish_planned(seq)
         budget.take(num_tokens)
         self._life.waiting.charge(group.request.tenant, num_tokens)
         self._life.to_publish.append(seq)

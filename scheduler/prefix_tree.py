@@ -10,7 +10,7 @@ Tokens themselves are the keys, compared byte by byte, so a hash collision can n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -122,11 +122,24 @@ class PrefixTree:
             break
         return found
 
-    def match_inside(self, root_key: RootKey, after: int | None, tokens: bytes) -> tuple[int, int] | None:
+    def has_next(self, root_key: RootKey, after: int | None, tokens: bytes) -> bool:
+        """Whether the block of `tokens` (one block's) stands behind `after` (None: as a first block)."""
+        node = self._roots.get(root_key) if after is None else self._node_of[after]
+        if node is None:
+            return False
+        place = 0 if after is None else self._index_of[after] + 1
+        if place < len(node.blocks):
+            return node.tokens[place * self._width : (place + 1) * self._width] == tokens
+        return tokens in node.children
+
+    def match_inside(
+        self, root_key: RootKey, after: int | None, tokens: bytes, *, skip: Container[int] = ()
+    ) -> tuple[int, int] | None:
         """The block behind `after` (None: a first block) that begins with most of `tokens`, and how many that is.
 
         `tokens` is shorter than a block, or differs from all of them within one. None where fewer agree than
-        `min_shared_tokens`. Looks at no more than `SIBLINGS_MAX` blocks, the newest first. Changes nothing.
+        `min_shared_tokens`. Looks at no more than `SIBLINGS_MAX` blocks, the newest first, at none of `skip`. Changes
+        nothing.
         """
         node = self._roots.get(root_key) if after is None else self._node_of[after]
         if node is None:
@@ -140,10 +153,12 @@ class PrefixTree:
             family = node.families.get(tokens[: self._head_bytes])
             if family is None:
                 return None
-            newest = islice(reversed(family.items()), SIBLINGS_MAX)
-            candidates = [(key, child.blocks[0]) for key, child in newest]
+            newest = ((key, child.blocks[0]) for key, child in reversed(family.items()))
+            candidates = list(islice((one for one in newest if one[1] not in skip), SIBLINGS_MAX))
         best: tuple[int, int] | None = None
         for key, block in candidates:
+            if block in skip:
+                continue
             count = common_tokens(key, tokens)
             if count >= self.min_shared_tokens and count > (best[1] if best else 0):
                 best = block, count
@@ -156,7 +171,7 @@ class PrefixTree:
         otherwise (the caller then drops its copy, so that whoever holds a block holds the tree's own path to it).
         One in host memory is returned too, though: the caller replaces it, since what is on the device must be
         reachable over the device.
-        The KV of `blocks` must have been computed by an earlier plan.
+        The KV of `blocks` must have been computed by an earlier plan, or be computed by the one under construction.
         """
         width = self._width
         assert len(tokens) == len(blocks) * width

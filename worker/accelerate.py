@@ -41,8 +41,8 @@ def accelerate(loaded: LoadedModel, *, quantization: str | None = None) -> Fused
     decoder = assemble(loaded)
     if decoder is not None and _agree(probe_logits(loaded), probe_logits(loaded, decoder), loaded.dtype):
 
-        def form(modules: Sequence[nn.Linear]) -> Linear:
-            return make_linear(*_taken(modules), quantization=quantization)
+        def form(modules: Sequence[nn.Linear], *, gated: bool = False) -> Linear:
+            return make_linear(*_taken(modules), quantization=quantization, gated=gated)
 
         return assemble(loaded, form)
     if loaded.device.type == "cpu" and loaded.dtype == torch.float32:

@@ -9,9 +9,9 @@ gate, up and down with SiLU) and nothing beside them. That is not proof: see `ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class FusedLayer:
     output: Linear
     mlp_norm: Norm
     gate_up: Linear
+    """SiLU of the gates times what they let through, [T, I]."""
     down: Linear
     cache: LayerCache | None = None
 
@@ -118,7 +119,7 @@ class FusedDecoder:
                 if not len(hidden):
                     return hidden.new_empty(0, self._vocab_size)
             x = layer.mlp_norm(layer.output(attended), hidden)
-            x = layer.down(dispatch.silu_mul(layer.gate_up(x)))
+            x = layer.down(layer.gate_up(x))
             x = (self.norm if index == last else self.layers[index + 1].attention_norm)(x, hidden)
         return self.head(x)
 
@@ -136,17 +137,21 @@ class FusedDecoder:
 class SideBySide:
     """The products of several nn.Linears with the same input, one beside the other, from their own weights."""
 
-    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+    def __init__(self, modules: Sequence[nn.Linear], *, gated: bool = False) -> None:
         self._modules = tuple(modules)
+        self._gated = gated
         self.in_features = modules[0].in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         products = [functional.linear(x, module.weight, module.bias) for module in self._modules]
-        return torch.cat(products, dim=1) if len(products) > 1 else products[0]
+        product = torch.cat(products, dim=1) if len(products) > 1 else products[0]
+        return dispatch.silu_mul(product) if self._gated else product
 
 
-Form = Callable[[Sequence[nn.Linear]], Linear]
-"""Makes one product of nn.Linears with the same input."""
+class Form(Protocol):
+    """Makes one product of nn.Linears with the same input; `gated`: SiLU of the first times the second."""
+
+    def __call__(self, modules: Sequence[nn.Linear], *, gated: bool = False) -> Linear: ...
 
 
 # --- recognition -------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ def assemble(loaded: LoadedModel, form: Form = SideBySide) -> FusedDecoder | Non
                 k_norm=None if q_norm is None else _norm(attention.k_norm),
                 output=form((attention.o_proj,)),
                 mlp_norm=_norm(layer.post_attention_layernorm),
-                gate_up=form((mlp.gate_proj, mlp.up_proj)),
+                gate_up=form((mlp.gate_proj, mlp.up_proj), gated=True),
                 down=form((mlp.down_proj,)),
             )
         )

@@ -1,11 +1,10 @@
 """Matrix products with fixed weights, in the forms that run fastest here.
 
-Owns the forms and the choice among them. On a CPU weights are packed once into the layout that the library behind
-reads in order: oneDNN for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32 sums)
-and for int8. Measured, the packed form of a dtype was the fastest from 2 to 512 rows, and at 1 row on a quiet machine
-(docs/performance.md), so a weight is held in one form, and a row's result does not hang on how many rows stand beside
-it but for float32 rounding. Anything else (other devices, other dtypes, a torch without these
-libraries) is `PlainLinear`.
+Owns the forms and the choice among them. On a CPU weights are packed once into the layout that the code behind
+reads in order: our own kernel for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32
+sums) and for int8. Measured, the packed form of a dtype was the fastest at every number of rows (docs/performance.md),
+so a weight is held in one form. In float32 a row's result is then the same to the last bit, however many rows stand
+beside it. Anything else (other devices, other dtypes) is `PlainLinear`.
 """
 
 from __future__ import annotations
@@ -40,22 +39,31 @@ class PlainLinear:
         return functional.linear(x, self._weight, self._bias)
 
 
-_PACK_ROWS = 32
-"""Rows that oneDNN is told to expect. The layout it then picks was the fastest for 1 to 512 rows."""
-
-
 class PackedLinear:
-    """float32 throughout, oneDNN."""
+    """float32 throughout, by this project's own kernel (`kernels.cpu.gemm`).
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    gated  the first half of the outputs are gates of the others: SiLU of them times these comes out
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
         self.in_features = weight.shape[1]
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-        self._bias = bias
-        self._run = torch.ops.mkldnn._linear_pointwise.default
+        self._weight = dispatch.pack_weight(
+            weight.detach(), None if bias is None else bias.detach(), gated=gated
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return out
+        return dispatch.multiply(x, self._weight)
+
+
+class Gated:
+    """SiLU of the first half of a product's outputs times the second half."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.in_features = linear.in_features
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return dispatch.silu_mul(self._linear(x))
 
 
 class Float16Linear:
@@ -111,20 +119,27 @@ def can_quantize() -> bool:
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: str | None = None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    quantization: str | None = None,
+    gated: bool = False,
 ) -> Linear:
     """The fastest form of `weight` [out_features, in_features], on its device.
 
     quantization  None: exact; "fp16" or "int8": see the classes; CPU only
+    gated         SiLU of the first half of the outputs times the second half comes out
     """
+    if quantization is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return PackedLinear(weight, bias, gated=gated)
+    linear: Linear
     if quantization == "int8":
-        return Int8Linear(weight, bias)
-    if quantization == "fp16":
-        return Float16Linear(weight, bias)
-    packs = (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    )
-    return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
+        linear = Int8Linear(weight, bias)
+    elif quantization == "fp16":
+        linear = Float16Linear(weight, bias)
+    else:
+        linear = PlainLinear(weight, bias)
+    return Gated(linear) if gated else linear
 
 
 class LinearModule(nn.Module):

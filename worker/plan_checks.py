@@ -167,17 +167,37 @@ def check_blocks(plan: StepPlan, after: Progress, ledger: BlockLedger, block_siz
             f"row {first(rows, bad)} runs to position {first(starts + counts, bad)}, "
             f"but its table has {first(ledger.table_lens[rows], bad)} blocks of {block_size}"
         )
-    _check_copies(plan.block_copies, ledger)
     ends = np.cumsum(counts, dtype=np.int64)
     token_rows = np.repeat(rows.astype(np.int64), counts)
     positions = np.arange(len(token_rows)) + np.repeat(starts - (ends - counts), counts)
     blocks = ledger.tables[token_rows, positions // block_size]
-    if (bad := ledger.num_holders[blocks] != 1).any():
+    holders = ledger.num_holders
+    if (holders[blocks] != 1).any():
+        full = (positions // block_size + 1) * block_size <= np.repeat(starts + counts, counts)
+        holders = _num_holders_inside(plan, ledger, blocks[full], block_size)
+    _check_copies(plan.block_copies, ledger, holders)
+    if (bad := holders[blocks] != 1).any():
         raise PlanRejectedError(
             f"row {first(token_rows, bad)} writes block {first(blocks, bad)}, "
             f"which stands in {first(ledger.num_holders[blocks], bad)} tables"
         )
     return TokenPlaces(active, positions, token_rows, blocks)
+
+
+def _num_holders_inside(
+    plan: StepPlan, ledger: BlockLedger, filled: Int32Array, block_size: int
+) -> Int32Array:
+    """[num_blocks] holders of each block, without those that are new in this plan and begin behind one of `filled`.
+
+    These the plan writes to their ends; and a step's KV is written before it is read, so they are read complete."""
+    behind = np.zeros(ledger.num_blocks, np.int32)
+    for new in plan.new_sequences:
+        # Once a table: one that names a block twice remains its holder.
+        behind[ledger.tables[new.row, : new.num_computed_tokens // block_size]] += 1
+    holders = ledger.num_holders.copy()
+    filled = np.unique(filled)
+    holders[filled] -= behind[filled]
+    return holders
 
 
 def _check_shapes(plan: StepPlan) -> None:
@@ -342,7 +362,8 @@ def _check_samples(plan: StepPlan, after: Progress, limits: BatchLimits) -> None
         )
 
 
-def _check_copies(copies: Int32Array, ledger: BlockLedger) -> None:
+def _check_copies(copies: Int32Array, ledger: BlockLedger, holders: Int32Array) -> None:
+    """`holders`: [num_blocks], of `_num_holders_inside`."""
     if not len(copies):
         return
     sources, destinations = copies.T
@@ -352,7 +373,7 @@ def _check_copies(copies: Int32Array, ledger: BlockLedger) -> None:
         raise PlanRejectedError(f"two copies into one block: {destinations.tolist()}")
     if (bad := np.isin(destinations, sources)).any():
         raise PlanRejectedError(f"block {first(destinations, bad)} is both source and destination of copies")
-    if (bad := ledger.num_holders[destinations] != 1).any():
+    if (bad := holders[destinations] != 1).any():
         raise PlanRejectedError(
             f"a copy into block {first(destinations, bad)}, "
             f"which stands in {first(ledger.num_holders[destinations], bad)} tables"

@@ -2,7 +2,9 @@
 
 from octavo.kernels.cpu.ops import (
     copy_blocks,
+    multiply,
     normalize_rows,
+    pack_weight,
     paged_attention,
     rms_norm,
     scale_rows,
@@ -16,7 +18,9 @@ from octavo.kernels.cpu.ops import (
 
 __all__ = [
     "copy_blocks",
+    "multiply",
     "normalize_rows",
+    "pack_weight",
     "paged_attention",
     "rms_norm",
     "scale_rows",

@@ -1,15 +1,8 @@
 """Paged attention on the CPU: numba twin of `kernels.paged_attention`.
 
-Owns the cutting of one ragged batch into work items and their handing out; `tiles` owns the arithmetic of an
-item, `ops` the tensors.
-
-An item is a tile of query rows (a few tokens times the query heads that share one KV head) against a range of
-keys. Items are handed out dynamically, the longest kinds first, since other work shares the cores.
-
-A sequence with no more rows than one tile (a decode, a short chunk) is cut along its keys too, at multiples of
-`SPLIT_KEYS`, and the parts are merged as in Flash-Decoding (Dao and others, 2023). Where the cuts fall depends
-on that sequence alone, never on its neighbours or the number of threads, so the batch doesn't change a row's
-result by one bit.
+Owns the handing out of a batch's items and the putting together of their results; `plan` owns what an item is, `tiles`
+the arithmetic of its rows, `ops` the tensors. Items are handed out dynamically, the longest kinds first, since other
+work shares the cores.
 """
 
 from __future__ import annotations
@@ -20,6 +13,23 @@ import numpy as np
 from numba import prange
 
 from octavo.kernels.cpu.memory import float32_at, int32_at
+from octavo.kernels.cpu.plan import (
+    END,
+    FEW,
+    FIRST,
+    KEY_BEGIN,
+    KEY_END,
+    NUM_TOKENS,
+    PART,
+    POSITION,
+    ROW,
+    SEQ,
+    TOGETHER,
+    TOKEN,
+    check_batch,
+    plan_items,
+    tile_tokens,
+)
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
@@ -35,105 +45,71 @@ from octavo.kernels.cpu.simd import (
 )
 from octavo.kernels.cpu.tiles import attend, load_queries, new_scratch, round_up, store_row
 
-TILE_ROWS = 48
-"""Query rows of a tile, at most, unless one token has more heads than that on one KV head."""
-SPLIT_KEYS = 512
-"""Keys of an item of a short sequence, in whole blocks."""
 ALONE_PRODUCTS = 1 << 18
 """Up to so many multiplications (some 30 microseconds) the calling thread works alone: waking a second one
 gains little, and where other processes want the core, waiting for it can cost a time slice of theirs."""
 
-# Columns of the item table.
-SEQ, TOKEN, NUM_TOKENS, KEY_BEGIN, KEY_END, PART, NUM_PARTS = range(7)
-ITEM_FIELDS = 7
+TICKETS_PER_THREAD = 4
+"""Items times KV heads that are left at least, where sequences that read keys together come into one."""
 
 
 @compiled()
-def tile_tokens(group: int) -> int:
-    """Tokens of a tile, from the query heads on each KV head."""
-    return max(1, TILE_ROWS // group)
-
-
-@compiled()
-def plan_items(
-    block_tables: Any,
-    cu_seqlens_q: Any,
-    context_lens: Any,
-    num_blocks: int,
-    block_size: int,
-    group: int,
-    window: int,
-) -> tuple[Any, int, int]:
-    """int64 [N, 7] items (each stands for all KV heads), rows of parts to merge, and rows times keys in all.
-
-    Raises ValueError where the batch names a block or a length that cannot be, before anything is read.
-    """
-    per_tile = tile_tokens(group)
-    split = max(1, SPLIT_KEYS // block_size) * block_size
-    num_seqs = context_lens.shape[0]
-    num_items = 0
+def count_products(cu_seqlens_q: Any, context_lens: Any) -> int:
+    """Rows of tokens times keys, in all."""
     products = 0
-    for s in range(num_seqs):
-        tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
-        context = context_lens[s]
-        if tokens < 0 or tokens > context:
-            raise ValueError("a sequence has more rows than context, or cu_seqlens_q falls")
-        blocks = (context + block_size - 1) // block_size
-        if blocks > block_tables.shape[1]:
-            raise ValueError("a block table is shorter than its context")
-        if tokens > 0:
-            first = 0 if window <= 0 else max(0, context - tokens - window + 1)
-            for i in range(first // block_size, blocks):
-                if block_tables[s, i] < 0 or block_tables[s, i] >= num_blocks:
-                    raise ValueError("a block table names a block outside the cache")
-        products += np.int64(tokens) * context * group
-        num_items += (tokens + per_tile - 1) // per_tile + context // split + 1
-    items = np.empty((num_items, ITEM_FIELDS), np.int64)
-    count = 0
-    part_rows = 0
-    # Long chunks first, the last and heaviest tile of each first: what is left at the end is small.
-    for s in range(num_seqs):
-        tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
-        if tokens <= per_tile:
-            continue
-        for tile in range((tokens + per_tile - 1) // per_tile - 1, -1, -1):
-            token = tile * per_tile
-            taken = min(per_tile, tokens - token)
-            position = context_lens[s] - tokens + token
-            items[count, SEQ] = s
-            items[count, TOKEN] = token
-            items[count, NUM_TOKENS] = taken
-            items[count, KEY_BEGIN] = 0 if window <= 0 else max(0, position - window + 1)
-            items[count, KEY_END] = position + taken
-            items[count, PART] = -1
-            items[count, NUM_PARTS] = 1
-            count += 1
-    for s in range(num_seqs):
-        tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
-        if tokens == 0 or tokens > per_tile:
-            continue
-        end = np.int64(context_lens[s])
-        begin = np.int64(0) if window <= 0 else max(np.int64(0), end - tokens - window + 1)
-        first_part = begin // split
-        parts = (end + split - 1) // split - first_part
-        for part in range(parts):
-            items[count, SEQ] = s
-            items[count, TOKEN] = 0
-            items[count, NUM_TOKENS] = tokens
-            items[count, KEY_BEGIN] = max(begin, (first_part + part) * split)
-            items[count, KEY_END] = min(end, (first_part + part + 1) * split)
-            items[count, PART] = part_rows if parts > 1 else -1
-            items[count, NUM_PARTS] = parts
-            if parts > 1:
-                part_rows += tokens * group
-            count += 1
-    return items[:count], part_rows, products
+    for s in range(context_lens.shape[0]):
+        products += np.int64(cu_seqlens_q[s + 1] - cu_seqlens_q[s]) * context_lens[s]
+    return products
+
+
+@compiled()
+def attend_members(
+    members: Any,
+    key_begin: int,
+    few: bool,
+    table: Any,
+    queries: Any,
+    caches: tuple[Any, Any, Any, Any, bool],
+    head: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int, int],
+    window: int,
+    cap: float,
+    accumulated: tuple[Any, Any, Any],
+    scratch: tuple[Any, Any, Any, Any],
+) -> None:
+    """The rows of one item, loaded, against all their keys: those that members share in one walk for all of them.
+
+    head = (block, slot, block of the scales: strides; KV head; its offset in a block); the rest as in `attend`.
+    """
+    block_stride, slot_stride, scale_stride, kv_head, head_at = head
+    _, group, block_size, head_dim = shape
+    output, maxima, sums = accumulated
+    for member in range(members.shape[0]):
+        first_row, own_table = members[member, ROW], table[members[member, SEQ]]
+        begin = members[member, TOGETHER] if member > 0 else key_begin
+        last = member
+        while begin < members[member, KEY_END]:
+            # Those that go on together from here; up to here this one has come with the members before.
+            last = member
+            end = members[member, KEY_END]
+            while last + 1 < members.shape[0] and members[last + 1, TOGETHER] > begin:
+                last += 1
+                end = min(end, members[last, TOGETHER])
+            alone = last == member
+            attend(
+                queries, members[last, ROW] + members[last, NUM_TOKENS] * group - first_row, few, group,
+                # All see all that they read together.
+                members[member, POSITION] if alone else end - 1,
+                caches, (block_stride, slot_stride, scale_stride), kv_head, head_at, own_table, block_size, head_dim,
+                (begin, end), window, cap, (output, maxima, sums, first_row), scratch,
+            )  # fmt: skip
+            begin = end
 
 
 @compiled()
 def work(
     counter: Any,
-    items: Any,
+    plan: tuple[Any, Any],
     batch: tuple[Any, Any, Any],
     q: Any,
     q_strides: tuple[int, int],
@@ -146,7 +122,7 @@ def work(
     parts: tuple[Any, Any, Any],
 ) -> None:
     """Take items until none is left. One call a thread; `counter` [1] is shared by all."""
-    table, cu_seqlens_q, context_lens = batch
+    items, members = plan
     num_kv_heads, group, block_size, head_dim = shape
     window, scale, cap = options
     part_outputs, part_maxima, part_sums = parts
@@ -165,34 +141,42 @@ def work(
         if ticket >= items.shape[0] * num_kv_heads:
             break
         item, kv_head = ticket // num_kv_heads, ticket % num_kv_heads
-        sequence, tokens = items[item, SEQ], items[item, NUM_TOKENS]
-        token = cu_seqlens_q[sequence] + items[item, TOKEN]
-        position = context_lens[sequence] - cu_seqlens_q[sequence + 1] + token
-        rows = tokens * group
-        q_at = token * q_strides[0] + kv_head * group * q_strides[1]
-        load_queries(q, q_at, q_strides[0], q_strides[1], tokens, group, head_dim, factor, queries)
-        attend(
-            queries, rows, group, position, caches, (kv_strides[0], kv_strides[2], kv_strides[3]), kv_head,
-            kv_head * kv_strides[1], table[sequence], block_size, head_dim,
-            (items[item, KEY_BEGIN], items[item, KEY_END]), window, cap_log2, (output, maxima, sums), scratch,
+        own = members[items[item, FIRST] : items[item, END]]
+        rows = 0
+        for member in range(own.shape[0]):
+            tokens, rows = own[member, NUM_TOKENS], own[member, ROW]
+            q_at = own[member, TOKEN] * q_strides[0] + kv_head * group * q_strides[1]
+            load_queries(q, q_at, q_strides[0], q_strides[1], tokens, group, head_dim, factor, queries, rows)
+            rows += tokens * group
+        maxima[:rows] = -np.inf
+        sums[: rows * LANES] = 0.0
+        output[: rows * depth] = 0.0
+        head = (kv_strides[0], kv_strides[2], kv_strides[3], kv_head, kv_head * kv_strides[1])
+        attend_members(
+            own, items[item, KEY_BEGIN], items[item, FEW] != 0, batch[0], queries, caches, head, shape, window,
+            cap_log2, (output, maxima, sums), scratch,
         )  # fmt: skip
-        if items[item, PART] < 0:
-            for row in range(rows):
-                at = (token + row // group) * out_strides[0] + (kv_head * group + row % group) * out_strides[
-                    1
+        for member in range(own.shape[0]):
+            first_row, rows = own[member, ROW], own[member, NUM_TOKENS] * group
+            if own[member, PART] < 0:
+                for row in range(rows):
+                    at = (own[member, TOKEN] + row // group) * out_strides[0]
+                    at += (kv_head * group + row % group) * out_strides[1]
+                    total = vsum_lanes(vload(sums, (first_row + row) * LANES))
+                    store_row(output, (first_row + row) * depth, total, head_dim, out, at)
+            else:
+                place = own[member, PART] * num_kv_heads + kv_head * rows
+                for row in range(rows):
+                    part_maxima[place + row] = maxima[first_row + row]
+                    part_sums[place + row] = vsum_lanes(vload(sums, (first_row + row) * LANES))
+                part_outputs[place * depth : (place + rows) * depth] = output[
+                    first_row * depth : (first_row + rows) * depth
                 ]
-                store_row(output, row * depth, vsum_lanes(vload(sums, row * LANES)), head_dim, out, at)
-        else:
-            first = items[item, PART] * num_kv_heads + kv_head * rows
-            for row in range(rows):
-                part_maxima[first + row] = maxima[row]
-                part_sums[first + row] = vsum_lanes(vload(sums, row * LANES))
-            part_outputs[first * depth : (first + rows) * depth] = output[: rows * depth]
 
 
 @compiled()
 def merge_parts(
-    items: Any,
+    cuts: Any,
     cu_seqlens_q: Any,
     shape: tuple[int, int, int, int],
     out: Any,
@@ -204,13 +188,12 @@ def merge_parts(
     part_outputs, part_maxima, part_sums = parts
     depth = round_up(head_dim)
     merged = np.empty(depth, np.float32)
-    item = 0
-    while item < items.shape[0]:
-        num_parts = items[item, NUM_PARTS]
-        rows = items[item, NUM_TOKENS] * group if num_parts > 1 else 0
+    for s in range(cuts.shape[0]):
+        num_parts = cuts[s, 0]
+        rows = (cu_seqlens_q[s + 1] - cu_seqlens_q[s]) * group if num_parts > 1 else 0
         for row in range(num_kv_heads * rows):
             # Part after part, head after head, row after row: as `work` laid them out.
-            first = items[item, PART] * num_kv_heads + row
+            first = cuts[s, 1] * num_kv_heads + row
             places = range(first, first + num_parts * num_kv_heads * rows, num_kv_heads * rows)
             highest = np.float32(-np.inf)
             for place in places:
@@ -223,17 +206,16 @@ def merge_parts(
                 for d in range(0, depth, LANES):
                     vstore(merged, d, vfma(vload(part_outputs, place * depth + d), weight, vload(merged, d)))
             kv_head, own = row // rows, row % rows
-            token = cu_seqlens_q[items[item, SEQ]] + own // group
+            token = cu_seqlens_q[s] + own // group
             at = token * out_strides[0] + (kv_head * group + own % group) * out_strides[1]
             store_row(merged, 0, total, head_dim, out, at)
-        item += num_parts
 
 
 @compiled(parallel=True)
 def work_together(
     threads: int,
     counter: Any,
-    items: Any,
+    plan: tuple[Any, Any],
     batch: tuple[Any, Any, Any],
     q: Any,
     q_strides: tuple[int, int],
@@ -247,7 +229,7 @@ def work_together(
 ) -> None:
     """`work` on every thread. Nothing else stands here: numba would make a parallel loop of any array fill."""
     for _ in prange(threads):
-        work(counter, items, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
+        work(counter, plan, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
 
 
 @compiled()
@@ -276,9 +258,13 @@ def paged_attention_kernel(
     num_kv_heads, group, block_size, head_dim = shape
     # Behind the last block's numbers may be less than a stride.
     num_cache_blocks = (caches[0].shape[0] + kv_strides[0] - 1) // kv_strides[0]
-    items, part_rows, products = plan_items(
-        table, cu_seqlens_q, context_lens, num_cache_blocks, block_size, group, options[0]
+    check_batch(table, cu_seqlens_q, context_lens, num_cache_blocks, block_size, options[0])
+    items_min = (threads * TICKETS_PER_THREAD + num_kv_heads - 1) // num_kv_heads
+    items, members, cuts, part_rows = plan_items(
+        table, cu_seqlens_q, context_lens, block_size, group, options[0], items_min
     )
+    plan = (items, members)
+    products = count_products(cu_seqlens_q, context_lens) * num_kv_heads * group * head_dim * 2
     part_rows *= num_kv_heads
     parts = (
         np.empty(part_rows * round_up(head_dim), np.float32),
@@ -286,13 +272,13 @@ def paged_attention_kernel(
         np.empty(part_rows, np.float32),
     )
     counter = np.zeros(1, np.int64)
-    if threads == 1 or products * num_kv_heads * head_dim * 2 <= ALONE_PRODUCTS:
-        work(counter, items, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
+    if threads == 1 or products <= ALONE_PRODUCTS:
+        work(counter, plan, batch, q, q_strides, caches, kv_strides, shape, options, out, out_strides, parts)
     else:
         work_together(
             threads,
             counter,
-            items,
+            plan,
             batch,
             q,
             q_strides,
@@ -305,7 +291,7 @@ def paged_attention_kernel(
             parts,
         )
     if part_rows > 0:
-        merge_parts(items, cu_seqlens_q, shape, out, out_strides, parts)
+        merge_parts(cuts, cu_seqlens_q, shape, out, out_strides, parts)
 
 
 @compiled()

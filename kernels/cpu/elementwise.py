@@ -126,17 +126,22 @@ def rms_norm_kernel(
 
 
 @compiled()
+def vsilu(x: Any) -> Any:
+    """x / (1 + exp(-x)), eight lanes; NaN stays NaN."""
+    # exp(-x) as a power of two below 2**128, where vexp2 is valid.
+    power = vexp2(vsub(vsplat(0.0), vmax(vsplat(-127.0), vmul(x, vsplat(LOG2_E)))))
+    return vdiv(x, vadd(vsplat(1.0), power))
+
+
+@compiled()
 def _silu_rows(rows: tuple[int, int], size: int, gate_up: tuple[Any, int], out: Any) -> None:
     source, stride = gate_up
     whole = size // LANES * LANES
-    one, zero, base, limit = vsplat(1.0), vsplat(0.0), vsplat(LOG2_E), vsplat(-127.0)
     for row in range(rows[0], rows[1]):
         at, to = row * stride, row * size
         for i in range(0, whole, LANES):
             gate = vload(source, at + i)
-            # exp(-gate) as a power of two below 2**128, where vexp2 is valid; NaN passes both.
-            power = vexp2(vsub(zero, vmax(limit, vmul(gate, base))))
-            vstore(out, to + i, vmul(vdiv(gate, vadd(one, power)), vload(source, at + size + i)))
+            vstore(out, to + i, vmul(vsilu(gate), vload(source, at + size + i)))
         for i in range(whole, size):
             gate_value = source[at + i]
             out[to + i] = gate_value / (np.float32(1.0) + np.exp(-gate_value)) * source[at + size + i]

@@ -221,16 +221,18 @@ def dot_rows(
 ) -> None:
     """result[rows, columns] = left[rows, depth] @ right[columns, depth].T; `columns`, `depth` multiples of 8.
 
-    On the way it asks for `ahead`, a block of the same size, (array, offset).
+    Every element adds its products in the same order, whatever the number of rows. On the way it asks for `ahead`, a
+    block of the same size, (array, offset).
     """
     later, later_at = ahead
     a, a_at, a_stride = left
     b, b_at, b_stride = right
     c, c_at, c_stride = result
-    if rows == 3:
-        _dot_three(left, right, result, columns, depth, ahead)
-        return
-    for row in range(rows):
+    threes = rows // 3 * 3
+    for row in range(0, threes, 3):
+        three = (a, a_at + row * a_stride, a_stride)
+        _dot_three(three, right, (c, c_at + row * c_stride, c_stride), columns, depth, ahead)
+    for row in range(threes, rows):
         for column in range(0, columns, LANES):
             zero = vsplat(0.0)
             s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero

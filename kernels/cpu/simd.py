@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
@@ -29,6 +30,7 @@ def intrinsic(function: Any) -> Any:
 
 
 LANES = 8
+HOST_HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 LOG2_E = 1.4426950408889634
 
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -236,7 +238,8 @@ vdiv = _binary(lambda builder, a, b: builder.fdiv(a, b))
 vmax = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """LLVM's value of a * b + c, vectors of any length."""
     # "contract" fuses where the CPU can; an explicit fma would call a slow library function where it cannot.
     return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
 
@@ -246,7 +249,7 @@ def vfma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _multiply_add(builder, *args)
+        return multiply_add(builder, *args)
 
     return f32x8(f32x8, f32x8, f32x8), generate
 
@@ -293,7 +296,7 @@ def vexp2(typing_context: Any, x: Any) -> Any:
         terms = _exp2_terms()
         power = _floats(terms[0])
         for term in terms[1:]:
-            power = _multiply_add(builder, power, rest, _floats(term))
+            power = multiply_add(builder, power, rest, _floats(term))
         exponent = builder.shl(builder.add(builder.bitcast(shifted, _I32X8), _ints(127)), _ints(23))
         return builder.fmul(power, builder.bitcast(exponent, _F32X8))
 

@@ -1,8 +1,10 @@
-"""One tile of attention on the CPU: a few query rows against the keys of one sequence.
+"""One tile of attention on the CPU: a few query rows against the keys that one block table names.
 
 Owns the walk over keys, masking, and the online softmax of Milakov and Gimelshein (2018); `products` owns the inner
 loops. Keys are walked `KEY_TILE` at a time, block by block where they lie in the cache, and a block
-is read once for all rows of the tile. Knows nothing of batches, threads or torch.
+is read once for all rows. A walk goes on from what its rows have summed up: some keys with rows of other
+sequences, the next alone, and a row's result is the same to the bit as if all had been walked alone.
+Knows nothing of batches, threads or torch.
 
 Offsets and strides are in elements. Keys and values may be float32, uint16 (bfloat16 bits), int16 (float16 bits) or, of
 a quantised cache, uint8 (bytes of either format), see `simd`; everything else is float32.
@@ -41,7 +43,14 @@ from octavo.kernels.cpu.simd import (
 KEY_TILE = 64
 """Keys between two updates of the running maximum, in whole blocks."""
 FEW_ROWS = 8
-"""Up to so many rows, dot products read keys as they lie; above, transposing them first pays."""
+"""Up to so many rows of a sequence, dot products read keys as they lie; above, transposing them first pays. The two add
+up in other orders, so rows keep to the way of their sequence whatever is beside them."""
+
+
+@compiled()
+def key_tile_blocks(block_size: int) -> int:
+    """Blocks of a key tile."""
+    return max(1, KEY_TILE // block_size)
 
 
 @compiled()
@@ -144,18 +153,17 @@ def update_softmax(
     seen: tuple[int, int],
     window: int,
     cap: float,
-    accumulated: tuple[Any, Any, Any],
+    accumulated: tuple[Any, Any, Any, int],
     columns: int,
 ) -> None:
     """Turn one key tile of raw scores, in units of log2, into weights, and rescale what was summed before.
 
     tile = (first block, number of blocks, block_size): the columns of `raw`, each block padded to whole
-    vectors. seen = (begin, end) of the keys that any row may see. accumulated = (output [rows, columns], maxima
-    [rows], sums [rows, 8], one partial sum a lane), changed in place.
+    vectors. seen = (begin, end) of the keys that any row may see. accumulated: see `attend`, with rows of `columns`.
     """
     scores, begin, stride = raw
     block, num_blocks, block_size = tile
-    output, maxima, sums = accumulated
+    output, maxima, sums, first_row = accumulated
     padded = round_up(block_size)
     for row in range(rows):
         own = position + row // group
@@ -174,20 +182,21 @@ def update_softmax(
                 vstore(scores, at + i * padded + slot, score)
                 highest = vmax(highest, score)
         now = vmax_lanes(highest)
-        if now > maxima[row]:
-            shrink = vexp2(vsplat(maxima[row] - now))
-            maxima[row] = now
-            vstore(sums, row * LANES, vmul(vload(sums, row * LANES), shrink))
-            for column in range(row * columns, (row + 1) * columns, LANES):
+        kept = first_row + row
+        if now > maxima[kept]:
+            shrink = vexp2(vsplat(maxima[kept] - now))
+            maxima[kept] = now
+            vstore(sums, kept * LANES, vmul(vload(sums, kept * LANES), shrink))
+            for column in range(kept * columns, (kept + 1) * columns, LANES):
                 vstore(output, column, vmul(vload(output, column), shrink))
         # Nothing seen yet: any finite base makes the weights of minus infinity 0.
-        base = vsplat(maxima[row]) if maxima[row] != -np.inf else vsplat(0.0)
-        total = vload(sums, row * LANES)
+        base = vsplat(maxima[kept]) if maxima[kept] != -np.inf else vsplat(0.0)
+        total = vload(sums, kept * LANES)
         for column in range(at, at + num_blocks * padded, LANES):
             weight = vexp2(vsub(vload(scores, column), base))
             vstore(scores, column, weight)
             total = vadd(total, weight)
-        vstore(sums, row * LANES, total)
+        vstore(sums, kept * LANES, total)
 
 
 @compiled()
@@ -198,14 +207,15 @@ def score_block(
     rows: int,
     padded: int,
     depth: int,
+    few: bool,
     transposed: Any,
     ahead: tuple[Any, int],
 ) -> None:
     """scores[rows, padded] = queries[rows, depth] @ keys[padded, depth].T, for one block of keys.
 
-    ahead = (array, offset) of a block of the same size that is wanted next.
+    few: by dot products, see `FEW_ROWS`. ahead = (array, offset) of a block of the same size that is wanted next.
     """
-    if rows <= FEW_ROWS:
+    if few:
         dot_rows(queries, keys, scores, rows, padded, depth, ahead)
         return
     prefetch_block(ahead[0], ahead[1], padded * depth)
@@ -226,7 +236,7 @@ def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, An
     Of a widened block only its own slots are written; zeros keep the rest from being read unset.
     """
     block = round_up(block_size) * round_up(head_dim)
-    scores = np.empty(rows * max(1, KEY_TILE // block_size) * round_up(block_size), np.float32)
+    scores = np.empty(rows * key_tile_blocks(block_size) * round_up(block_size), np.float32)
     return scores, np.zeros(block, np.float32), np.zeros(block, np.float32), np.empty(block, np.float32)
 
 
@@ -234,6 +244,7 @@ def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, An
 def attend(
     queries: Any,
     rows: int,
+    few: bool,
     group: int,
     position: int,
     caches: tuple[Any, Any, Any, Any, bool],
@@ -246,16 +257,18 @@ def attend(
     seen: tuple[int, int],
     window: int,
     cap: float,
-    accumulated: tuple[Any, Any, Any],
+    accumulated: tuple[Any, Any, Any, int],
     scratch: tuple[Any, Any, Any, Any],
 ) -> None:
-    """One tile against the keys seen = (begin, end) of its sequence, for one KV head.
+    """Rows of one tile against the keys seen = (begin, end), for one KV head.
 
-    queries [rows, padded head_dim] from `load_queries`; row r is the token at `position` + r // group. caches =
-    (k, v, k_scales, v_scales, signed) flat, the scales None but for quantised ones, whose bytes are int8 if signed;
-    strides = (block, slot, block of the scales), head_at = offset of the head in a block, table [M] of this sequence.
-    accumulated = (output [rows, padded head_dim], maxima [rows], sums [rows, 8]) is set: output is yet to be
-    divided by the sums.
+    queries [tile rows, padded head_dim] from `load_queries`; row r of these is the token at `position` + r // group.
+    few: see `FEW_ROWS`. caches = (k, v, k_scales, v_scales, signed) flat, the scales None but for quantised ones, whose
+    bytes are int8 if signed; strides = (block, slot, block of the scales), head_at = offset of the head in a block,
+    table [M] names the blocks.
+    accumulated = (output [tile rows, padded head_dim], maxima [tile rows], sums [tile rows, 8], one partial sum a lane,
+    first row) is added to, from the first row on, and begins as zeros, maxima as minus infinity; in the end output is
+    yet to be divided by the sums. `begin` lies on the edge of a key tile of each row's walk.
 
     Of values it reads only the slots of `seen`; of keys it may load other slots of the same block, whose scores
     are masked.
@@ -263,18 +276,16 @@ def attend(
     k, v, k_scales, v_scales, signed = caches
     block_stride, slot_stride, scale_stride = strides
     scores, wide_k, wide_v, transposed = scratch
-    output, maxima, sums = accumulated
+    output, _, _, first_row = accumulated
     depth, padded = round_up(head_dim), round_up(block_size)
     # Read in place, unless it is in another format or vectors would run over the end of a row or a block.
     direct = k.itemsize == 4 and depth == head_dim and padded == block_size
     keys_at_hand = readable(k, wide_k) if direct else wide_k
     values_at_hand = readable(v, wide_v) if direct else wide_v
     row_stride = slot_stride if direct else depth
-    tile_blocks = max(1, KEY_TILE // block_size)
+    tile_blocks = key_tile_blocks(block_size)
     stride = tile_blocks * padded
-    maxima[:rows] = -np.inf
-    sums[: rows * LANES] = 0.0
-    output[: rows * depth] = 0.0
+    own = first_row * depth
     end_block = (seen[1] + block_size - 1) // block_size
     for block in range(seen[0] // block_size, end_block, tile_blocks):
         num_blocks = min(tile_blocks, end_block - block)
@@ -287,12 +298,13 @@ def attend(
                 at = 0
             keys = (keys_at_hand, at, row_stride)
             score_block(
-                (queries, 0, depth),
+                (queries, own, depth),
                 keys,
                 (scores, i * padded, stride),
                 rows,
                 padded,
                 depth,
+                few,
                 transposed,
                 values_ahead,
             )
@@ -313,10 +325,10 @@ def attend(
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
             if rows < 4:
-                accumulate_few(weights, values, (output, 0, depth), rows, depth, count, keys_ahead)
+                accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
             else:
                 prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
-                accumulate(weights, values, (output, 0, depth), rows, depth, count)
+                accumulate(weights, values, (output, own, depth), rows, depth, count)
 
 
 @compiled()
@@ -330,18 +342,20 @@ def load_queries(
     head_dim: int,
     factor: float,
     queries: Any,
+    first_row: int,
 ) -> None:
-    """queries [tokens * group, padded head_dim] = q * factor, zeros in the padding."""
+    """queries [tile rows, padded head_dim] = q * factor, from first_row on, zeros in the padding."""
     depth = round_up(head_dim)
     multiplier = vsplat(factor)
     for row in range(tokens * group):
         source = at + (row // group) * token_stride + (row % group) * head_stride
+        target = (first_row + row) * depth
         d = 0
         while d + LANES <= head_dim:
-            vstore(queries, row * depth + d, vmul(vload(q, source + d), multiplier))
+            vstore(queries, target + d, vmul(vload(q, source + d), multiplier))
             d += LANES
         if d < head_dim:
-            vstore(queries, row * depth + d, vmul(vload_lanes(q, source + d, head_dim - d), multiplier))
+            vstore(queries, target + d, vmul(vload_lanes(q, source + d, head_dim - d), multiplier))
 
 
 @compiled()

@@ -169,7 +169,10 @@ class FakeWorker:
         assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist())
         self.slots[copies[:, 1]] = self.slots[copies[:, 0]]
         assert len(set(plan.rows.tolist())) == len(plan.rows)
-        # All writes come before all reads, as in each layer of a model.
+        # All writes come before all reads, as in each layer of a model: who starts in this plan may begin behind a
+        # block that it fills.
+        behind = {new.row: new.num_computed_tokens // self.block_size for new in plan.new_sequences}
+        behind |= {child: behind[parent] for child, parent in starts.items() if parent in behind}
         for row, count, start in zip(
             plan.rows.tolist(), plan.num_tokens.tolist(), plan.start_positions.tolist(), strict=True
         ):
@@ -181,11 +184,18 @@ class FakeWorker:
             for position in range(start, start + count):
                 block = state.table[position // self.block_size]
                 holders = sum(
-                    block in other.table for key, other in self.rows.items() if starts.get(key) != row
+                    block in other.table
+                    for key, other in self.rows.items()
+                    if starts.get(key) != row and block not in other.table[: behind.get(key, 0)]
                 )
                 assert holders == 1, f"block {block} is written while {holders} hold it"
                 self.slots[block, position % self.block_size] = state.tokens[position]
             state.num_computed += count
+        for row in behind:
+            known = self.read(self.rows[row])[: behind[row] * self.block_size]
+            assert known == self.rows[row].tokens[: len(known)], (
+                "a sequence began behind what nobody computed"
+            )
         for child, parent in starts.items():
             self.rows[child].num_computed = self.rows[parent].num_computed
         sampled = []

@@ -110,7 +110,11 @@ def test_storm_of_large_prompts_parks_at_most_two():
     assert h.count(Preempted) <= 2
 
 
-def test_d02_a_twin_in_the_same_step_does_not_hit_blocks_not_computed():
+def prompt_tokens_computed(h):
+    return sum(e.num_tokens for e in h.events if isinstance(e, ChunkPlanned))
+
+
+def test_d02_twins_in_one_step_share_the_whole_blocks_that_it_computes():
     h = Harness(num_blocks=200)
     for i in range(8):
         h.add(make_request(f"twin{i}", range(81), max_tokens=32))
@@ -118,10 +122,47 @@ def test_d02_a_twin_in_the_same_step_does_not_hit_blocks_not_computed():
         h.add(make_request(f"half{i}", [*range(64), *range(500 + i, 517 + i)], max_tokens=32))
     h.run()
     cached = [e.cached_tokens for e in h.events if isinstance(e, Admitted)]
-    assert cached[0] == 0
-    # 512 tokens fit into the first step; nothing was there to hit while it was planned.
-    assert all(tokens == 0 for tokens in cached[:6])
-    assert any(tokens >= 64 for tokens in cached[6:])
+    # All in the first step: the first computes, and the fake worker reads back what the others began behind.
+    assert cached == [0, *[80] * 7, *[64] * 8]
+    assert len({e.step_id for e in h.events if isinstance(e, ChunkPlanned)}) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_with_one_prefix_computes_it_once(depth):
+    """24 prompts of a common 768 tokens and 32 of their own, over a budget of 512: chunks end where they will."""
+    h = Harness(num_blocks=400, depth=depth)
+    for i in range(24):
+        h.add(make_request(f"r{i}", [*range(768), *range(1000 + 32 * i, 1032 + 32 * i)], max_tokens=16))
+    h.run()
+    assert prompt_tokens_computed(h) == 768 + 24 * 32
+    assert [e.cached_tokens for e in h.events if isinstance(e, Admitted)] == [0, *[768] * 23]
+
+
+def test_the_part_of_a_block_is_not_copied_from_one_that_the_same_step_computes():
+    """Copies come before the step's writes; a block of an earlier step with less in common serves instead."""
+    h = Harness(num_blocks=40)
+    h.add(make_request("old", [*range(16), *range(16, 24), *range(100, 108)], max_tokens=1))
+    h.run()
+    h.add(make_request("first", range(32), max_tokens=1))
+    h.add(make_request("second", [*range(28), 777, 778], max_tokens=1))
+    h.run()
+    h.add(make_request("third", [*range(28), 777, 778], max_tokens=1))
+    h.run()
+    cached = [e.cached_tokens for e in h.events if isinstance(e, Admitted)]
+    assert cached == [0, 24, 24, 28]
+
+
+def test_who_looks_for_no_prefix_computes_its_own_beside_one_that_shares():
+    """Log-probabilities need every token of the prompt; its blocks give way in the next step, not in this one."""
+    h = Harness(num_blocks=60)
+    h.add(make_request("a", range(64), max_tokens=8))
+    h.add(make_request("whole", range(64), max_tokens=8, prompt_logprobs=0))
+    h.add(make_request("private", range(64), max_tokens=8, cache=False))
+    h.add(make_request("salted", range(64), max_tokens=8, salt="x"))
+    h.add(make_request("b", range(64), max_tokens=8))
+    h.run()
+    found = {e.request_id: e.cached_tokens for e in h.events if isinstance(e, Admitted)}
+    assert found == {"a": 0, "whole": 0, "private": 0, "salted": 0, "b": 48}
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24])

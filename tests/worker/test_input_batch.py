@@ -146,6 +146,28 @@ WRONG = {
         lambda s: s.plan(updates=[(1, 2, 2)], run=[(0, 10, 1), (1, 9, 1)]),
         "writes block 2, which stands in 2 tables",
     ),
+    "write to part of a block that a new row counts as computed": (
+        lambda s: s.plan(
+            new=[new(4, request_of(PROMPT), computed=8)],
+            updates=[(4, 0, 7), (4, 1, 8), (4, 2, 20)],
+            run=[(2, 5, 2), (4, 8, 2)],
+            sample=[(4, 1)],
+        ),
+        "row 2 writes block 8, which stands in 2 tables",
+    ),
+    "write to a block that a new row begins in": (
+        lambda s: s.plan(
+            new=[new(4, request_of(PROMPT), computed=7)],
+            updates=[(4, 0, 7), (4, 1, 8), (4, 2, 20)],
+            run=[(2, 5, 3), (4, 7, 3)],
+            sample=[(4, 1)],
+        ),
+        "row 2 writes block 8, which stands in 2 tables",
+    ),
+    "write to a full block that a row held before": (
+        lambda s: s.plan(updates=[(0, 3, 8)], run=[(2, 5, 3)], sample=[]),
+        "row 2 writes block 8, which stands in 2 tables",
+    ),
     "write to a block of an ended row": (
         lambda s: s.plan(updates=[(2, 2, 12)], run=[(2, 5, 5)]),
         "row 2 writes block 12, which stands in 2 tables",
@@ -193,6 +215,15 @@ WRONG = {
     "copy into a shared block": (
         lambda s: s.plan(copies=[(2, 1)]),
         "a copy into block 1, which stands in 2 tables",
+    ),
+    "copy into a block that a new row counts as computed": (
+        lambda s: s.plan(
+            new=[new(4, request_of(PROMPT), computed=8)],
+            updates=[(4, 0, 7), (4, 1, 8), (4, 2, 20)],
+            copies=[(2, 8)],
+            run=[(4, 8, 2)],
+        ),
+        "a copy into block 8, which stands in 2 tables",
     ),
     "copy into nobody's block": (lambda s: s.plan(copies=[(2, 30)]), "block 30, which stands in 0 tables"),
     "swap out of no block": (
@@ -337,6 +368,17 @@ def test_a_block_may_change_hands_within_one_plan(steps):
     request = request_of(PROMPT[:3], seed=4)
     tokens = steps(released=[0], new=[new(5, request)], updates=[(5, 0, 2)], run=[(5, 0, 3), (1, 9, 1)])
     assert tokens[0] == expected_tokens(request, 0, 30)[0]
+
+
+def test_a_new_row_may_begin_behind_blocks_that_the_plan_fills(steps):
+    request = request_of([*PROMPT[:8], 6], seed=4)
+    tokens = steps(
+        new=[new(4, request, computed=8)],
+        updates=[(4, 0, 7), (4, 1, 8), (4, 2, 20)],
+        run=[(4, 8, 1), (2, 5, 3)],
+        sample=[(4, 0)],
+    )
+    assert tokens == expected_tokens(request, 0, 30)[:1]
 
 
 def test_of_several_updates_of_one_entry_the_last_counts(steps, batch):

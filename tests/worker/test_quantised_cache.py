@@ -122,7 +122,34 @@ def test_neighbours_change_nothing(make_worker):
     assert session.found[0] == alone.found[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # fused; the module graph, with windows and soft caps
+FAMILIES = ["llama", "gemma2"]
+"""Fused; the module graph, with windows and soft caps."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make_worker", ["int8", "fp8", "auto"], indirect=True)
+def test_blocks_are_shared_in_the_very_step_that_fills_them(make_worker, family):
+    """Each layer writes the step's keys and values, new scales included, before anything attends to them."""
+    request = request_of(PROMPT, logprobs=3)
+    alone = start(make_worker(family=family), request)
+    session = Session(make_worker(family=family))
+    session(new=[new(0, request)], updates=blocks(0, 0, [4, 5]), run=[(0, 0, 11)], sample=[])
+    # The second block is half written, of a quantised cache with the scale of that half.
+    session(
+        new=[new(1, request, computed=16)],
+        updates=[*blocks(0, 2, [6, 7]), *blocks(1, 0, [4, 5, 9, 10])],
+        run=[(1, 16, len(PROMPT) - 16), (0, 11, len(PROMPT) - 11)],
+    )
+    session.decode({0: len(PROMPT), 1: len(PROMPT)}, 4)
+    for row in (0, 1):
+        assert [entry[0] for entry in session.found[row]] == [entry[0] for entry in alone.found[0]]
+        np.testing.assert_allclose(
+            [entry[1] for entry in session.found[row]], [entry[1] for entry in alone.found[0]], atol=2e-2
+        )
+    np.testing.assert_allclose(np.array(session.found[0]), np.array(session.found[1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_near_the_plain_caches(make_worker, family):
     request = request_of(PROMPT, logprobs=3)
     quantised = start(make_worker(family=family), request)

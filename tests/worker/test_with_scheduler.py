@@ -14,8 +14,10 @@ import pytest
 
 from octavo.protos.errors import InvalidRequestError, RequestTooLargeError
 from octavo.scheduler.config import SchedulerConfig
-from octavo.scheduler.events import Finished, TokensOut
+from octavo.scheduler.events import ChunkPlanned, Finished, TokensOut
 from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.build import build_executor
+from octavo.worker.config import WorkerConfig
 
 from ..scheduler.fake_worker import expected_beams
 from .executor_support import BLOCK, VOCAB, expected_tokens, make_executor, next_logits, request_of
@@ -113,3 +115,63 @@ def test_every_plan_passes_and_no_token_changes(seed):
             want = expected_tokens(request, end.branch, MAX_TOKENS)
             got = tokens[name, end.branch]
             assert got == (want[: len(got)] if end.reason.value == "abort" else want), name
+
+
+def test_a_crowd_on_a_model_gets_the_tokens_that_nobody_shared(tiny_model_dir):
+    """Prompts with one beginning, all at once among others: most start behind blocks that their own step fills."""
+    executor = build_executor(
+        WorkerConfig(
+            worker_id="w",
+            model=str(tiny_model_dir("llama")),
+            device="cpu",
+            num_blocks=120,
+            block_size=8,
+            max_num_seqs=16,
+            max_num_batched_tokens=96,
+            max_model_len=128,
+            num_threads=1,
+        )
+    )
+    rng = random.Random(3)
+    stem = [rng.randrange(3, 128) for _ in range(50)]
+    crowd = [
+        request_of(
+            stem[: rng.choice([50, 50, 33])] + [rng.randrange(3, 128) for _ in range(rng.randint(1, 12))],
+            max_tokens=8,
+            seed=number,
+            **({"temperature": 0.9, "n": 2} if number % 4 == 3 else {}),
+        )
+        for number in range(12)
+    ]
+
+    def run(epoch, requests, prefix_cache):
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=120,
+                block_size=8,
+                max_num_seqs=16,
+                max_num_batched_tokens=96,
+                max_model_len=128,
+                pipeline_depth=1,
+                prefix_cache=prefix_cache,
+                epoch=epoch,
+            )
+        )
+        tokens, computed = defaultdict(list), 0
+        for number, request in enumerate(requests):
+            scheduler.add(dataclasses.replace(request, request_id=f"r{number}"), 0.0)
+        while scheduler.has_work:
+            plan = scheduler.plan(0.0)
+            for event in scheduler.commit(executor.execute(plan), 0.0):
+                if isinstance(event, TokensOut):
+                    tokens[event.request_id, event.branch] += event.token_ids
+                elif isinstance(event, ChunkPlanned):
+                    computed += event.num_tokens
+        executor.check_integrity()
+        return tokens, computed
+
+    alone, all_tokens = run(1, crowd, False)
+    shared, few_tokens = run(2, crowd, True)
+    assert shared == alone
+    assert all_tokens == sum(request.num_prompt_tokens for request in crowd)
+    assert few_tokens < all_tokens / 2
