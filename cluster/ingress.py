@@ -42,6 +42,9 @@ DRAIN_SECONDS = 30
 """A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
 GRACEFUL_SHUTDOWN_SECONDS = DRAIN_SECONDS + 5.0
 """Then Serve ends its process."""
+STREAM_ITEMS_PER_SECOND = 8000.0
+"""Of a replica that listens itself, beyond which tokens share events: less than half of what it carries
+(docs/performance.md)."""
 HEAD_NODE = {"node:__internal_head__": 0.001}
 """Ray's mark of the head node. That is the address which clients know, and Serve's proxy is there: a replica elsewhere
 would be one more node whose loss breaks connections."""
@@ -72,6 +75,8 @@ def build_app(config: IngressConfig) -> FastAPI:
     tokenizer = Tokenizer(source.tokenizer_dir)
     backend = GrpcBackend(model, find_coordinator, access=config.access)
     http = config.http
+    if config.host is not None:
+        http = replace(http, stream_items_per_second=STREAM_ITEMS_PER_SECOND)
     if config.num_replicas > 1:
         # A scrape reaches any of them: their counters must not be taken for one that jumps.
         http = replace(http, replica=f"{socket.gethostname()}-{os.getpid()}")
