@@ -22,7 +22,7 @@ LEFT_OUT = {
     "gpu": "needs a GPU, and runs alone",
     "router_traces": "needs recorded traces: --data FOLDER; a quarter of an hour",
 }
-OURS = "octavo,octavo budget 256,octavo int8"
+OURS = "octavo,octavo budget 512,octavo int8"
 
 
 def scripts() -> list[str]:

@@ -52,7 +52,7 @@ class Contestant:
 
 CONTESTANTS = {
     "octavo": Contestant("serving.py"),
-    "octavo budget 256": Contestant("serving.py", ("--budget", "256"), ("w1", "w3")),
+    "octavo budget 512": Contestant("serving.py", ("--budget", "512"), ("w1", "w3")),
     "octavo int8": Contestant("serving.py", ("--quantization", "int8")),
     "vllm": Contestant("peers/vllm_cpu.py"),
     "vllm zen": Contestant("peers/vllm_cpu.py", ("--zen",)),

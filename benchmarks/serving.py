@@ -72,7 +72,7 @@ def main() -> None:
     parser = drive.options(__doc__ or "")
     parser.add_argument("--model", help="as `octavo serve --model`; default: the default model")
     parser.add_argument("--quantization")
-    parser.add_argument("--budget", type=int, default=512, help="tokens a step")
+    parser.add_argument("--budget", type=int, help="tokens a step; default: Octavo's")
     parser.add_argument("--itl-target", type=float, help="seconds a step may take")
     parser.add_argument("--tokens", type=Path, help="write token ids here")
     parser.add_argument("--compare", type=Path, help="with token ids written before")

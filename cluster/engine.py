@@ -69,7 +69,7 @@ class Engine:
         block_size: int = 16,
         num_blocks: int | None = None,
         host_blocks: int | None = None,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         preemption: str = "auto",
@@ -80,13 +80,15 @@ class Engine:
         guided_backend: str = "xgrammar",
         seed: int = 0,
     ) -> None:
-        from octavo.worker.build import build_executor
-        from octavo.worker.config import WorkerConfig
+        from octavo.worker.build import build_executor, choose_device
+        from octavo.worker.config import TOKEN_BUDGETS, WorkerConfig
         from octavo.worker.loader import resolve_model
 
         self._seed = seed
         self._count = itertools.count()
         source = resolve_model(model)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = TOKEN_BUDGETS[choose_device(device).type]
         executor = build_executor(
             WorkerConfig(
                 model=model,

@@ -30,6 +30,7 @@ from octavo.worker.config import (
     GUIDED_BACKENDS,
     KV_CACHE_DTYPES,
     QUANTIZATIONS,
+    TOKEN_BUDGETS,
     WorkerConfig,
 )
 from octavo.worker.model_cache import cache_root
@@ -204,8 +205,11 @@ class ServiceConfig(BaseModel):
         "Keep prefixes that leave the device in swap space that nobody needs.",
     )
 
-    max_num_batched_tokens: int = _option(
-        _SCHEDULER.max_num_batched_tokens, "Scheduling", "Most tokens in one step: the token budget."
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "Scheduling",
+        "Most tokens in one step: the token budget. Unset: "
+        f"{TOKEN_BUDGETS['cpu']} on a CPU, {TOKEN_BUDGETS['cuda']} on a GPU.",
     )
     max_num_seqs: int = _option(_SCHEDULER.max_num_seqs, "Scheduling", "Most sequences in one step.")
     itl_target: float | None = _option(
@@ -290,11 +294,12 @@ class ServiceConfig(BaseModel):
             )
         try:
             check_policy(self.router_policy)
-            self.worker_configs(cores=1, device="cpu" if self.device == "auto" else self.device)
+            device = "cpu" if self.device == "auto" else self.device
+            self.worker_configs(cores=1, device=device)
             SchedulerConfig(
                 num_blocks=self.num_blocks or 1,
                 num_host_blocks=1 if self.host_blocks is None else self.host_blocks,
-                **self.scheduler_options(),
+                **self.scheduler_options(device),
             )
             self.http_config()
             self._check_autoscaling()
@@ -322,7 +327,7 @@ class ServiceConfig(BaseModel):
                 num_blocks=self.num_blocks,
                 num_host_blocks=self.host_blocks,
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_batched_tokens=self.token_budget(device),
                 max_model_len=self.max_model_len,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 allow_high_gpu_memory_utilization=self.allow_high_gpu_memory_utilization,
@@ -332,10 +337,16 @@ class ServiceConfig(BaseModel):
             for number in range(count or self.num_workers)
         ]
 
-    def scheduler_options(self) -> dict[str, Any]:
-        """What of `SchedulerConfig` is configured rather than discovered."""
+    def token_budget(self, device: str) -> int:
+        """Of each step of a worker on `device`."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return TOKEN_BUDGETS["cpu" if device == "cpu" else "cuda"]
+
+    def scheduler_options(self, device: str) -> dict[str, Any]:
+        """What of `SchedulerConfig` is configured rather than discovered, for workers on `device`."""
         return {
-            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_batched_tokens": self.token_budget(device),
             "preemption": self.preemption,
             "victims": self.victims,
             "prefix_cache": self.prefix_cache,

@@ -54,7 +54,7 @@ class System:
         check_resources(configs, obtainable_resources())
         coordinator_config = CoordinatorConfig(
             worker_ids=tuple(worker.worker_id for worker in configs),
-            scheduler_options=config.scheduler_options(),
+            scheduler_options=config.scheduler_options(device),
             seed=config.seed,
             router_policy=config.router_policy,
             setup_advice=config.setup_advice(),

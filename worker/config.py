@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from octavo.protos.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+TOKEN_BUDGETS = {"cpu": 256, "cuda": 512}
+"""Tokens of one step where nobody says otherwise. 256 keep two CPU cores busy, and twice as many would make running
+requests wait twice as long beside a long prompt (docs/performance.md, W3)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GUIDED_BACKENDS = ("xgrammar", "llguidance")
 """Of structured output: which library compiles what an output must match."""
@@ -36,7 +39,7 @@ class WorkerConfig:
     """Swap space in host memory. None: 10 % of available memory, but no more blocks than the device has; 0: none, and
     requests that give way are computed again."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = TOKEN_BUDGETS["cpu"]
     max_model_len: int | None = None
     """None: the model's."""
     gpu_memory_utilization: float = 0.90

@@ -510,9 +510,18 @@ class TestConfig:
     def test_swap_is_passed_to_both_sides(self):
         config = ServiceConfig(preemption="swap", victims="youngest", host_blocks=7)
         assert config.worker_configs(cores=1, device="cpu")[0].num_host_blocks == 7
-        assert config.scheduler_options()["preemption"] == "swap"
-        assert config.scheduler_options()["victims"] == "youngest"
+        assert config.scheduler_options("cpu")["preemption"] == "swap"
+        assert config.scheduler_options("cpu")["victims"] == "youngest"
         assert ServiceConfig(preemption="swap").host_blocks is None
+
+    def test_the_token_budget_follows_the_device(self):
+        for device, budget in (("cpu", 256), ("cuda", 512), ("cuda:1", 512)):
+            config = ServiceConfig()
+            assert config.worker_configs(cores=1, device=device)[0].max_num_batched_tokens == budget
+            assert config.scheduler_options(device)["max_num_batched_tokens"] == budget
+        assert ServiceConfig(max_num_batched_tokens=64).token_budget("cpu") == 64
+        with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+            ServiceConfig(max_num_batched_tokens=0)
 
     def test_cores_are_shared_evenly(self):
         configs = ServiceConfig(num_workers=3).worker_configs(cores=8, device="cpu")
