@@ -38,7 +38,7 @@ NUM_REQUESTS = {8: 500, 64: 1000, 512: 2000}
 """Of each trace, the first."""
 AGENTIC_REQUESTS = {8: 500, 64: 600, 512: 800}
 """Its prompts are ten times as long."""
-NUM_SEEDS = {8: 8, 64: 3, 512: 1}
+NUM_SEEDS = {8: 4, 64: 2, 512: 1}
 """Runs of each place; what they measure is taken over the requests of all."""
 MAX_MODEL_LEN = 131_072
 BLOCK_SIZE = 64
