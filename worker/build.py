@@ -13,6 +13,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from octavo.kernels.dispatch import QUANTISED, supported_dtypes
@@ -96,6 +97,8 @@ def build_executor(config: WorkerConfig) -> Executor:
     limits = dataclasses.replace(limits, num_host_blocks=num_host_blocks)
     kv_pool = KVPool(kv_shape, num_blocks=num_blocks, device=device)
     swap_space = SwapSpace(kv_pool, num_blocks=num_host_blocks)
+    # Compiled now; otherwise the first request that goes on from inside a cached block waits for that.
+    kv_pool.copy_blocks(np.array([[0, num_blocks - 1]], np.int32))
     runner = with_graphs(
         ModelRunner(loaded, kv_pool.layers, decoder),
         max_num_seqs=config.max_num_seqs,

@@ -153,3 +153,15 @@ def test_openmp_threads_spin_briefly_unless_told_otherwise(given, expected):
         [sys.executable, "-c", code], env={**clean, **given}, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str(expected)
+
+
+def test_blocks_are_copied_once_before_anybody_is_served(tiny_model_dir, monkeypatch, keep_threads):
+    """The kernel is compiled at its first call, which takes a second or two."""
+    copied = []
+
+    def copy_blocks(self, copies):
+        copied.append(copies.tolist())
+
+    monkeypatch.setattr(build.KVPool, "copy_blocks", copy_blocks)
+    build_executor(WorkerConfig(worker_id="w", model=str(tiny_model_dir()), device="cpu", num_blocks=9))
+    assert copied == [[[0, 8]]]
