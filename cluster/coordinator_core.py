@@ -21,6 +21,7 @@ from octavo.cluster.cluster_stats import total
 from octavo.cluster.coordinator_config import CoordinatorConfig
 from octavo.cluster.departures import Departures
 from octavo.cluster.forking import TokensSoFar, not_running
+from octavo.cluster.grammar_room import GrammarRoom
 from octavo.cluster.guards import Guards
 from octavo.cluster.metrics.router_meter import RouterMeter
 from octavo.cluster.open_requests import IngressSink, OpenRequest, OpenRequests
@@ -93,6 +94,7 @@ class CoordinatorCore:
         self._settled = False
         """Whether the workers that joined after there was none may get what waits."""
         self._num_moved = 0
+        self._grammars = GrammarRoom(self._slots, on_ready=self._place_waiting)
         self._waiting = WaitingRoom(config.worker_wait_seconds, clock, self._requests.fail)
         self._lost_counts: dict[str, Any] | None = None
         """What the schedulers of lost workers had counted."""
@@ -213,15 +215,26 @@ class CoordinatorCore:
         for entry in self._waiting.take_all():
             if self._requests.get(entry.request.request_id) is not entry:
                 continue
+            ready = self._with_grammar(entry.request, schedulers)
+            if not ready:
+                self._waiting.enter(entry)
+                continue
             try:
                 resume = entry.so_far.resume(now)
                 self._check_ids(entry.request, resume)
-                worker_id, events = self._router.route(entry.request, schedulers, now, resume)
+                worker_id, events = self._router.route(entry.request, ready, now, resume)
             except OctavoError as error:
                 self._requests.fail(entry, error)
                 continue
             self._on_routed(events, worker_id)
             self._put(entry, worker_id)
+
+    def _with_grammar(self, request: Request, schedulers: dict[str, Scheduler]) -> dict[str, Scheduler]:
+        """Of `schedulers` those whose worker has what the request's output must match."""
+        wanted = request.params.structured_output
+        if wanted is None:
+            return schedulers
+        return {name: schedulers[name] for name in self._grammars.having(wanted, schedulers)}
 
     def _keep_counts(self, link: WorkerLink) -> None:
         if link.attached_once:
@@ -270,7 +283,10 @@ class CoordinatorCore:
         try:
             self._check(request)
             self._check_ids(request, Resume())
-            worker_id, events = self._router.route(request, self._schedulers(), self._clock())
+            schedulers = self._schedulers()
+            # Without a front door nobody has asked for its grammar; then its first step waits for it.
+            ready = self._with_grammar(request, schedulers) or schedulers
+            worker_id, events = self._router.route(request, ready, self._clock())
         except OctavoError:
             self._requests.counts["rejected"] += 1
             raise
@@ -341,19 +357,8 @@ class CoordinatorCore:
         return entry.link.tokens(request_id, branch)
 
     async def compile_grammar(self, wanted: StructuredOutput) -> None:
-        """Make ready what outputs must match on every worker: whichever gets the request, or takes it over, has it.
-
-        Raises `InvalidRequestError` saying what is wrong with it, and the error of a worker when none could.
-        """
-        links = [slot.link for slot in self._slots.values() if slot.link is not None and slot.serving]
-        told = await asyncio.gather(*(link.compile_grammar(wanted) for link in links), return_exceptions=True)
-        errors = [error for error in told if isinstance(error, OctavoError)]
-        for error in errors:
-            if isinstance(error, InvalidRequestError):
-                raise error
-        # A worker that was lost meanwhile compiles when it is there again and gets a request that needs it.
-        if len(errors) == len(told):
-            raise next(iter(errors), UnavailableError("no worker is ready; try again in a few seconds"))
+        """See `GrammarRoom.compile`."""
+        await self._grammars.compile(wanted)
 
     def timeline(self, request_id: str) -> dict[str, Any]:
         """See `Timelines.describe`."""
@@ -408,6 +413,7 @@ class CoordinatorCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._grammars.close()
         self._waiting.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -25,6 +25,7 @@ from octavo.cluster.openai.app import create_app
 from octavo.cluster.openai.config import HttpConfig
 from octavo.cluster.tokenizer import Tokenizer
 from octavo.protos.auth import OPEN, Access
+from octavo.protos.errors import UnavailableError
 from octavo.worker.loader import read_model_info, resolve_model
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ DRAIN_SECONDS = 30
 """A replica that is replaced finishes what it answers. One whose coordinator has been drained has nothing left."""
 GRACEFUL_SHUTDOWN_SECONDS = DRAIN_SECONDS + 5.0
 """Then Serve ends its process."""
+CONNECT_SECONDS = 5.0
+"""For the stream to the coordinator, before a new replica listens and says itself that there is none."""
+STREAM_ITEMS_PER_SECOND = 8000.0
+"""Of a replica that listens itself, beyond which tokens share events: less than half of what it carries
+(docs/performance.md)."""
 HEAD_NODE = {"node:__internal_head__": 0.001}
 """Ray's mark of the head node. That is the address which clients know, and Serve's proxy is there: a replica elsewhere
 would be one more node whose loss breaks connections."""
@@ -72,6 +78,8 @@ def build_app(config: IngressConfig) -> FastAPI:
     tokenizer = Tokenizer(source.tokenizer_dir)
     backend = GrpcBackend(model, find_coordinator, access=config.access)
     http = config.http
+    if config.host is not None:
+        http = replace(http, stream_items_per_second=STREAM_ITEMS_PER_SECOND)
     if config.num_replicas > 1:
         # A scrape reaches any of them: their counters must not be taken for one that jumps.
         http = replace(http, replica=f"{socket.gethostname()}-{os.getpid()}")
@@ -92,6 +100,9 @@ def build_app(config: IngressConfig) -> FastAPI:
             # Batches that an earlier process had begun go on.
             jobs.start()
         if listener is not None:
+            # One beside others takes no connection before it can answer as they do.
+            with contextlib.suppress(UnavailableError):
+                await backend.wait_connected(CONNECT_SECONDS)
             await listener.start()
         yield
         if listener is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +35,8 @@ OVERDUE_FACTOR = 10.0
 FIRST_STEPS = 8
 FIRST_STEP_SECONDS_MAX = 120.0
 """While fewer steps than this were seen there is no prediction to trust, and a kernel may yet compile."""
+GRAMMARS_MAX = 256
+"""As many as a worker keeps."""
 _CHECK_SECONDS = 1.0
 
 SchedulerFactory = Callable[[WorkerInfo, int], Scheduler]
@@ -94,6 +96,8 @@ class WorkerLink:
         self._meter: WorkerMeter | None = None
         """Together with the scheduler."""
         self._client: WorkerClient | None = None
+        self._grammars: OrderedDict[StructuredOutput, None] = OrderedDict()
+        """Those that the worker was asked for last, and has answered."""
         self._sent: deque[tuple[float, float]] = deque()
         """(when sent, seconds after which it is overdue) of the plans in flight."""
 
@@ -169,7 +173,22 @@ class WorkerLink:
     async def compile_grammar(self, wanted: StructuredOutput) -> None:
         """See `WorkerClient.compile_grammar`."""
         assert self._client is not None
-        await self._client.compile_grammar(wanted)
+        try:
+            await self._client.compile_grammar(wanted)
+        except OctavoError:
+            self._note_grammar(wanted)
+            raise
+        self._note_grammar(wanted)
+
+    def _note_grammar(self, wanted: StructuredOutput) -> None:
+        self._grammars[wanted] = None
+        self._grammars.move_to_end(wanted)
+        while len(self._grammars) > GRAMMARS_MAX:
+            self._grammars.popitem(last=False)
+
+    def has_grammar(self, wanted: StructuredOutput) -> bool:
+        """Whether the worker has said that it is ready, or why it is not: then a request may go there and fail."""
+        return wanted in self._grammars
 
     async def run(self) -> OctavoError:
         """Attach and serve. Returns why it ended; raises only when cancelled."""

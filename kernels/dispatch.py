@@ -330,7 +330,7 @@ def paged_attention(
     scale, sliding_window, softcap, out: as in `reference.paged_attention`, which also says what padding means
     scales          of a quantised cache, whose blocks are contiguous
     num_shared_blocks  whole blocks that begin every table, in which no row of this step stands: they are read once for
-                    all sequences, in layers without a sliding window. CUDA only
+                    all sequences, in layers without a sliding window. CUDA only: the CPU finds what is shared by itself
 
     Returns [T, Hq, D] in q's dtype.
     """

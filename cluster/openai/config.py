@@ -54,7 +54,8 @@ class HttpConfig:
     health_seconds_max: float = 2.0
     """How long /health waits for the backend's word before it calls it dead."""
     stream_items_per_second: float = 1500.0
-    """What the layers below carry for all streams together; beyond it, tokens share events. 0: no limit."""
+    """What the layers below carry for all streams together; beyond it, tokens share events. 0: no limit. The default is
+    what Ray Serve's proxy carries."""
     stream_flush_seconds_max: float = 0.05
     """However many streams run, no token waits longer than this for company."""
     replica: str = ""

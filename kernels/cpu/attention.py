@@ -43,7 +43,7 @@ from octavo.kernels.cpu.simd import (
     vstore,
     vsum_lanes,
 )
-from octavo.kernels.cpu.tiles import attend, load_queries, new_scratch, round_up, store_row
+from octavo.kernels.cpu.tiles import attend, key_tile_blocks, load_queries, new_scratch, round_up, store_row
 
 ALONE_PRODUCTS = 1 << 18
 """Up to so many multiplications (some 30 microseconds) the calling thread works alone: waking a second one
@@ -76,6 +76,7 @@ def attend_members(
     cap: float,
     accumulated: tuple[Any, Any, Any],
     scratch: tuple[Any, Any, Any, Any],
+    upcoming: Any,
 ) -> None:
     """The rows of one item, loaded, against all their keys: those that members share in one walk for all of them.
 
@@ -101,9 +102,29 @@ def attend_members(
                 # All see all that they read together.
                 members[member, POSITION] if alone else end - 1,
                 caches, (block_stride, slot_stride, scale_stride), kv_head, head_at, own_table, block_size, head_dim,
-                (begin, end), window, cap, (output, maxima, sums, first_row), scratch,
+                (begin, end), window, cap, (output, maxima, sums, first_row), scratch, upcoming,
             )  # fmt: skip
             begin = end
+
+
+@compiled()
+def find_first_keys(
+    plan: tuple[Any, Any],
+    ticket: int,
+    table: Any,
+    kv_strides: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int],
+    upcoming: Any,
+) -> None:
+    """upcoming [blocks of a key tile]: where a ticket's first keys lie."""
+    items, members = plan
+    num_kv_heads, _, block_size, _ = shape
+    item, kv_head = ticket // num_kv_heads, ticket % num_kv_heads
+    member = items[item, FIRST]
+    first, last = items[item, KEY_BEGIN] // block_size, (members[member, KEY_END] - 1) // block_size
+    for i in range(upcoming.shape[0]):
+        block = table[members[member, SEQ], min(first + i, last)]
+        upcoming[i] = block * kv_strides[0] + kv_head * kv_strides[1]
 
 
 @compiled()
@@ -136,12 +157,15 @@ def work(
     # Scores in units of log2, so that the exponentials are powers of two.
     factor = np.float32(scale / cap if cap > 0.0 else scale * LOG2_E)
     cap_log2 = np.float32(cap * LOG2_E)
-    while True:
-        ticket = fetch_add(counter, 1)
-        if ticket >= items.shape[0] * num_kv_heads:
-            break
+    upcoming = np.zeros(key_tile_blocks(block_size), np.int64)
+    num_tickets = items.shape[0] * num_kv_heads
+    ticket = fetch_add(counter, 1)
+    while ticket < num_tickets:
         item, kv_head = ticket // num_kv_heads, ticket % num_kv_heads
         own = members[items[item, FIRST] : items[item, END]]
+        # Taken early, to know which keys to ask for while this item's last values are read.
+        ticket = fetch_add(counter, 1)
+        find_first_keys(plan, min(ticket, num_tickets - 1), batch[0], kv_strides, shape, upcoming)
         rows = 0
         for member in range(own.shape[0]):
             tokens, rows = own[member, NUM_TOKENS], own[member, ROW]
@@ -154,7 +178,7 @@ def work(
         head = (kv_strides[0], kv_strides[2], kv_strides[3], kv_head, kv_head * kv_strides[1])
         attend_members(
             own, items[item, KEY_BEGIN], items[item, FEW] != 0, batch[0], queries, caches, head, shape, window,
-            cap_log2, (output, maxima, sums), scratch,
+            cap_log2, (output, maxima, sums), scratch, upcoming,
         )  # fmt: skip
         for member in range(own.shape[0]):
             first_row, rows = own[member, ROW], own[member, NUM_TOKENS] * group

@@ -30,6 +30,8 @@ TILE_ROWS = 48
 """Query rows of a tile, at most, unless one token has more heads than that on one KV head."""
 SPLIT_KEYS = 512
 """Keys of an item of a short sequence, in whole blocks."""
+COMPARED = 16
+"""Entries of two block tables that are compared at once."""
 
 # Columns of the item table: its members, its first key, and whether its rows are few in each sequence (see
 # `tiles.FEW_ROWS`).
@@ -78,10 +80,19 @@ def first_key(context: int, tokens: int, window: int) -> int:
 def leading_blocks(block_tables: Any, visible: Any, s: int, t: int) -> int:
     """With how many equal entries the tables begin, of the first visible[s] and visible[t]."""
     most = min(visible[s], visible[t])
-    for i in range(most):
-        if block_tables[s, i] != block_tables[t, i]:
-            return i
-    return most
+    a, b = block_tables[s], block_tables[t]
+    i = 0
+    # A loop that may stop at any entry is not made of vectors; tables that share nothing stop at the first.
+    while i + COMPARED <= most and a[i] == b[i]:
+        differences = np.int32(0)
+        for j in range(i, i + COMPARED):
+            differences |= a[j] ^ b[j]
+        if differences != 0:
+            break
+        i += COMPARED
+    while i < most and a[i] == b[i]:
+        i += 1
+    return i
 
 
 @compiled()

@@ -259,6 +259,7 @@ def attend(
     cap: float,
     accumulated: tuple[Any, Any, Any, int],
     scratch: tuple[Any, Any, Any, Any],
+    upcoming: Any,
 ) -> None:
     """Rows of one tile against the keys seen = (begin, end), for one KV head.
 
@@ -269,6 +270,7 @@ def attend(
     accumulated = (output [tile rows, padded head_dim], maxima [tile rows], sums [tile rows, 8], one partial sum a lane,
     first row) is added to, from the first row on, and begins as zeros, maxima as minus infinity; in the end output is
     yet to be divided by the sums. `begin` lies on the edge of a key tile of each row's walk.
+    upcoming int64 [blocks of a key tile]: where the keys lie that are wanted after this.
 
     Of values it reads only the slots of `seen`; of keys it may load other slots of the same block, whose scores
     are masked.
@@ -308,13 +310,18 @@ def attend(
                 transposed,
                 values_ahead,
             )
+        if block + tile_blocks >= end_block:
+            # The values of a short last tile are too few to ask for all of these between them.
+            for i in range(num_blocks, tile_blocks):
+                prefetch_block(k, upcoming[i], padded * depth)
         tile = (block, num_blocks, block_size)
         update_softmax(
             (scores, 0, stride), rows, group, position, tile, seen, window, cap, accumulated, depth
         )
         for i in range(num_blocks):
-            following = min(block + tile_blocks + i, end_block - 1)
-            keys_ahead = (k, table[following] * block_stride + head_at)
+            following = block + tile_blocks + i
+            ahead = table[following] * block_stride + head_at if following < end_block else upcoming[i]
+            keys_ahead = (k, ahead)
             first = (block + i) * block_size
             low = max(seen[0] - first, 0)
             count = min(seen[1] - first, block_size) - low
