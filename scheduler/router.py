@@ -28,7 +28,7 @@ from octavo.scheduler.start_time import Floats, StartTimes, may_lack_room, predi
 
 ROUTER_POLICIES = ("predicted_ttft", "prefix", "least_loaded", "round_robin")
 """`prefix` goes where most of the prompt is cached; the last two look at no prefix. They are there to be compared."""
-INDIFFERENCE = 0.05
+INDIFFERENCE = 0.02
 """Scores within so much of the best one are equal."""
 SCORES_MAX = 8
 """Scores told in a `Routed` event: the best ones, in the order of choice."""
