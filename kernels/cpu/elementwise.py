@@ -170,16 +170,10 @@ def silu_mul_kernel(
 
 
 @compiled()
-def normalize_rows_kernel(num_rows: int, size: int, x_at: int, out_at: int, peaks_at: int) -> None:
-    """out [num_rows + 1, size] = x's rows over their largest magnitudes, peaks [num_rows]; then 1, -1, 0, 0, ...
-
-    The last row makes the range of the whole exactly -1 to 1, whatever the others hold. A row of zeros stays so.
-    """
-    x, out = float32_at(x_at, num_rows * size), float32_at(out_at, (num_rows + 1) * size)
-    peaks = float32_at(peaks_at, num_rows)
+def _normalize(rows: tuple[int, int], size: int, x: Any, out: Any, peaks: Any) -> None:
     whole = size // LANES * LANES
     zero = vsplat(0.0)
-    for row in range(num_rows):
+    for row in range(rows[0], rows[1]):
         at = row * size
         highest = zero
         for i in range(0, whole, LANES):
@@ -195,6 +189,28 @@ def normalize_rows_kernel(num_rows: int, size: int, x_at: int, out_at: int, peak
             vstore(out, at + i, vmul(vload(x, at + i), multiplier))
         for i in range(whole, size):
             out[at + i] = x[at + i] * factor
+
+
+@compiled(parallel=True)
+def _normalize_together(threads: int, num_rows: int, size: int, x: Any, out: Any, peaks: Any) -> None:
+    for part in prange(threads):
+        _normalize(share(part, threads, num_rows), size, x, out, peaks)
+
+
+@compiled()
+def normalize_rows_kernel(
+    num_rows: int, size: int, x_at: int, out_at: int, peaks_at: int, threads: int
+) -> None:
+    """out [num_rows + 1, size] = x's rows over their largest magnitudes, peaks [num_rows]; then 1, -1, 0, 0, ...
+
+    The last row makes the range of the whole exactly -1 to 1, whatever the others hold. A row of zeros stays so.
+    """
+    x, out = float32_at(x_at, num_rows * size), float32_at(out_at, (num_rows + 1) * size)
+    peaks = float32_at(peaks_at, num_rows)
+    if threads == 1 or num_rows * size <= ALONE_ELEMENTS:
+        _normalize((0, num_rows), size, x, out, peaks)
+    else:
+        _normalize_together(threads, num_rows, size, x, out, peaks)
     last = num_rows * size
     out[last : last + size] = np.float32(0.0)
     out[last] = np.float32(1.0)
@@ -202,15 +218,12 @@ def normalize_rows_kernel(num_rows: int, size: int, x_at: int, out_at: int, peak
 
 
 @compiled()
-def scale_rows_kernel(num_rows: int, size: int, x_at: int, peaks_at: int, bias_at: int) -> None:
-    """x [num_rows, size] times peaks [num_rows], row by row, plus bias [size] unless bias_at is 0; in place."""
-    x, peaks = float32_at(x_at, num_rows * size), float32_at(peaks_at, num_rows)
-    bias = float32_at(bias_at, size)
+def _scale(rows: tuple[int, int], size: int, x: Any, peaks: Any, bias: Any) -> None:
     whole = size // LANES * LANES
-    for row in range(num_rows):
+    for row in range(rows[0], rows[1]):
         at = row * size
         multiplier = vsplat(peaks[row])
-        if bias_at != 0:
+        if bias.size > 0:
             for i in range(0, whole, LANES):
                 vstore(x, at + i, vfma(vload(x, at + i), multiplier, vload(bias, i)))
             for i in range(whole, size):
@@ -220,3 +233,20 @@ def scale_rows_kernel(num_rows: int, size: int, x_at: int, peaks_at: int, bias_a
                 vstore(x, at + i, vmul(vload(x, at + i), multiplier))
             for i in range(whole, size):
                 x[at + i] *= peaks[row]
+
+
+@compiled(parallel=True)
+def _scale_together(threads: int, num_rows: int, size: int, x: Any, peaks: Any, bias: Any) -> None:
+    for part in prange(threads):
+        _scale(share(part, threads, num_rows), size, x, peaks, bias)
+
+
+@compiled()
+def scale_rows_kernel(num_rows: int, size: int, x_at: int, peaks_at: int, bias_at: int, threads: int) -> None:
+    """x [num_rows, size] times peaks [num_rows], row by row, plus bias [size] unless bias_at is 0; in place."""
+    x, peaks = float32_at(x_at, num_rows * size), float32_at(peaks_at, num_rows)
+    bias = float32_at(bias_at, size if bias_at != 0 else 0)
+    if threads == 1 or num_rows * size <= ALONE_ELEMENTS:
+        _scale((0, num_rows), size, x, peaks, bias)
+    else:
+        _scale_together(threads, num_rows, size, x, peaks, bias)

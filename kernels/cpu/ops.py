@@ -292,18 +292,23 @@ def multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
 def normalize_rows(x: torch.Tensor, rows: torch.Tensor, peaks: torch.Tensor) -> None:
     """As `dispatch.normalize_rows`."""
     x = x.contiguous()
-    elementwise.normalize_rows_kernel(x.shape[0], x.shape[1], x.data_ptr(), rows.data_ptr(), peaks.data_ptr())
+    with runtime.parallel_section:
+        elementwise.normalize_rows_kernel(
+            x.shape[0], x.shape[1], x.data_ptr(), rows.data_ptr(), peaks.data_ptr(), runtime.thread_count()
+        )
 
 
 def scale_rows(x: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None) -> None:
     """As `dispatch.scale_rows`."""
-    elementwise.scale_rows_kernel(
-        x.shape[0],
-        x.shape[1],
-        x.data_ptr(),
-        factors.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+    with runtime.parallel_section:
+        elementwise.scale_rows_kernel(
+            x.shape[0],
+            x.shape[1],
+            x.data_ptr(),
+            factors.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            runtime.thread_count(),
+        )
 
 
 def copy_blocks(kv: torch.Tensor, block_copies: torch.Tensor) -> None:

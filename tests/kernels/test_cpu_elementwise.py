@@ -96,10 +96,19 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
     try:
         torch.set_num_threads(2)
         normed, activated = dispatch.rms_norm(x, weight, 1e-5), dispatch.silu_mul(gate_up)
+        rows, peaks = dispatch.normalize_rows(x)
+        scaled = x.clone()
+        dispatch.scale_rows(scaled, peaks, weight)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(normed[7:8], dispatch.rms_norm(x[7:8], weight, 1e-5))
     assert torch.equal(activated[7:8], dispatch.silu_mul(gate_up[7:8]))
+    own_rows, own_peaks = dispatch.normalize_rows(x[7:8])
+    own_scaled = x[7:8].clone()
+    dispatch.scale_rows(own_scaled, own_peaks, weight)
+    assert torch.equal(rows[[7, -1]], own_rows)
+    assert torch.equal(peaks[7:8], own_peaks)
+    assert torch.equal(scaled[7:8], own_scaled)
 
 
 @pytest.mark.parametrize(
