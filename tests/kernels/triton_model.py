@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from octavo.kernels import dispatch
+from octavo.worker import linears
 from octavo.worker.accelerate import accelerate
 from octavo.worker.cuda_graphs import CudaRecorder, GraphedRunner
 from octavo.worker.forward_batch import ForwardBatch
@@ -111,7 +112,13 @@ def test_a_model_gives_the_cpus_logits(
             module = dispatch._MODULES.get(operation, operation)
             return getattr(import_module(f"octavo.kernels.{module}"), operation)
 
+        def make_linear(weight: Any, bias: Any, *, quantization: None, gated: bool) -> linears.Linear:
+            plain = linears.PlainLinear(weight, bias)
+            return linears.Gated(plain) if gated else plain
+
         monkeypatch.setattr(dispatch, "_implementation", implementation)
+        # Products as on a GPU.
+        monkeypatch.setattr("octavo.worker.accelerate.make_linear", make_linear)
     actual = logits(folder, batches, DEVICE, kv_cache_dtype=kv_cache_dtype, graphs=True)
     if INTERPRETED:
         written = "write_kv_rope" if kv_cache_dtype == "auto" else "write_kv_rope_quantised"
