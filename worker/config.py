@@ -39,7 +39,7 @@ class WorkerConfig:
     """Swap space in host memory. None: 10 % of available memory, but no more blocks than the device has; 0: none, and
     requests that give way are computed again."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = TOKEN_BUDGETS["cpu"]
+    max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     """None: the model's."""
     gpu_memory_utilization: float = 0.90
