@@ -99,7 +99,7 @@ def _multiply_item(
             multiply_tile(
                 tile_rows,
                 (x[0] + (row * x[1] + first) * 4, x[1]),
-                panel_at,
+                (panel_at, PANEL),
                 (to, to_stride),
                 last - first,
                 1 if part > 0 else 0,

@@ -39,7 +39,9 @@ def _make_tile(rows: int) -> Any:
         return builder.shuffle_vector(first, undefined, zeros)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, x_stride, panel_at, sums_at, sums_stride, depth, resume, ahead_at, ahead_step = args
+        x_at, x_stride, panel_at, panel_stride, sums_at, sums_stride, depth, resume, ahead_at, ahead_step = (
+            args
+        )
         x, panel, sums = (builder.inttoptr(at, _FLOAT.as_pointer()) for at in (x_at, panel_at, sums_at))
         ahead = builder.inttoptr(ahead_at, _BYTE.as_pointer())
         number = ir.IntType(32)
@@ -72,12 +74,12 @@ def _make_tile(rows: int) -> Any:
         for row in totals:
             for total in row:
                 total.add_incoming(zero, before)
-        panel_k = builder.gep(panel, [builder.mul(k, _INT(PANEL))])
+        panel_k = builder.gep(panel, [builder.mul(k, panel_stride)])
         weights = []
         for v in range(_VECTORS):
             place = builder.bitcast(builder.gep(panel_k, [_INT(v * _WIDTH)]), vector.as_pointer())
             weight = builder.load(place)
-            weight.align = _WIDTH * 4
+            weight.align = 4
             weights.append(weight)
         for part in range(LINES_OF_OUTPUTS):
             # For reading, into the second-level cache, as data.
@@ -115,6 +117,7 @@ def _make_tile(rows: int) -> Any:
         x_at: Any,
         x_stride: Any,
         panel_at: Any,
+        panel_stride: Any,
         sums_at: Any,
         sums_stride: Any,
         depth: Any,
@@ -122,7 +125,7 @@ def _make_tile(rows: int) -> Any:
         ahead_at: Any,
         ahead_step: Any,
     ) -> Any:
-        return types.none(*[types.intp] * 9), generate
+        return types.none(*[types.intp] * 10), generate
 
     return intrinsic(typed)
 
@@ -134,7 +137,7 @@ _tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_make_tile(rows) for row
 def multiply_tile(
     rows: int,
     x: tuple[int, int],
-    panel_at: int,
+    panel: tuple[int, int],
     sums: tuple[int, int],
     depth: int,
     resume: int,
@@ -142,18 +145,18 @@ def multiply_tile(
 ) -> None:
     """sums[rows, PANEL] = x[rows, depth] @ panel[depth, PANEL], added to what is there if `resume` is 1; rows <= 6.
 
-    x, sums  (address, row stride in elements)
-    ahead    (address, bytes): asks for one line after the other from there on, so many bytes further at each
+    x, panel, sums  (address, row stride in elements)
+    ahead           (address, bytes): asks for one line after the other from there on, so many bytes further at each
     """
     if rows == 6:
-        _tile_6(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_6(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])
     elif rows == 5:
-        _tile_5(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_5(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])
     elif rows == 4:
-        _tile_4(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_4(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])
     elif rows == 3:
-        _tile_3(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_3(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])
     elif rows == 2:
-        _tile_2(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_2(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])
     else:
-        _tile_1(x[0], x[1], panel_at, sums[0], sums[1], depth, resume, ahead[0], ahead[1])
+        _tile_1(x[0], x[1], panel[0], panel[1], sums[0], sums[1], depth, resume, ahead[0], ahead[1])

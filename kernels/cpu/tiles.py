@@ -18,7 +18,14 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from octavo.kernels.cpu.products import Matrix, accumulate, accumulate_few, dot_rows, prefetch_block
+from octavo.kernels.cpu.products import (
+    Matrix,
+    accumulate,
+    accumulate_few,
+    dot_rows,
+    multiply_rows,
+    prefetch_block,
+)
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
@@ -39,6 +46,7 @@ from octavo.kernels.cpu.simd import (
     vsub,
     vtranspose,
 )
+from octavo.kernels.cpu.tile import PANEL
 
 KEY_TILE = 64
 """Keys between two updates of the running maximum, in whole blocks."""
@@ -200,6 +208,17 @@ def update_softmax(
 
 
 @compiled()
+def transpose_keys(keys: Matrix, padded: int, depth: int, transposed: Matrix) -> None:
+    """transposed[depth, padded] = keys[padded, depth].T, for one block of keys."""
+    k, k_at, k_stride = keys
+    target, target_at, target_stride = transposed
+    for slot in range(0, padded, LANES):
+        for d in range(0, depth, LANES):
+            place = target_at + d * target_stride + slot
+            vtranspose(k, k_at + slot * k_stride + d, k_stride, target, place, target_stride)
+
+
+@compiled()
 def score_block(
     queries: Matrix,
     keys: Matrix,
@@ -219,10 +238,7 @@ def score_block(
         dot_rows(queries, keys, scores, rows, padded, depth, ahead)
         return
     prefetch_block(ahead[0], ahead[1], padded * depth)
-    k, k_at, k_stride = keys
-    for slot in range(0, padded, LANES):
-        for d in range(0, depth, LANES):
-            vtranspose(k, k_at + slot * k_stride + d, k_stride, transposed, d * padded + slot, padded)
+    transpose_keys(keys, padded, depth, (transposed, 0, padded))
     values, values_at, values_stride = scores
     for row in range(rows):
         values[values_at + row * values_stride : values_at + row * values_stride + padded] = 0.0
@@ -231,13 +247,15 @@ def score_block(
 
 @compiled()
 def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, Any, Any]:
-    """Buffers of `attend`: scores of a key tile, and one block of keys, of values and of keys transposed.
+    """Buffers of `attend`: scores of a key tile, one block of keys, one of values, and a key tile's keys transposed.
 
     Of a widened block only its own slots are written; zeros keep the rest from being read unset.
     """
     block = round_up(block_size) * round_up(head_dim)
-    scores = np.empty(rows * key_tile_blocks(block_size) * round_up(block_size), np.float32)
-    return scores, np.zeros(block, np.float32), np.zeros(block, np.float32), np.empty(block, np.float32)
+    blocks = key_tile_blocks(block_size)
+    scores = np.empty(rows * blocks * round_up(block_size), np.float32)
+    transposed = np.zeros(blocks * block, np.float32)
+    return scores, np.zeros(block, np.float32), np.zeros(block, np.float32), transposed
 
 
 @compiled()
@@ -288,6 +306,8 @@ def attend(
     tile_blocks = key_tile_blocks(block_size)
     stride = tile_blocks * padded
     own = first_row * depth
+    # The products of many rows, where the sizes allow, go a key tile at a time.
+    by_tile = not few and stride % PANEL == 0 and depth % PANEL == 0
     end_block = (seen[1] + block_size - 1) // block_size
     for block in range(seen[0] // block_size, end_block, tile_blocks):
         num_blocks = min(tile_blocks, end_block - block)
@@ -299,6 +319,10 @@ def attend(
                 widen((k, at, slot_stride), wide_k, depth, block_size, head_dim, scale, signed)
                 at = 0
             keys = (keys_at_hand, at, row_stride)
+            if by_tile:
+                prefetch_block(values_ahead[0], values_ahead[1], padded * depth)
+                transpose_keys(keys, padded, depth, (transposed, i * padded, stride))
+                continue
             score_block(
                 (queries, own, depth),
                 keys,
@@ -309,6 +333,17 @@ def attend(
                 few,
                 transposed,
                 values_ahead,
+            )
+        if by_tile:
+            columns = (num_blocks * padded + PANEL - 1) // PANEL * PANEL
+            multiply_rows(
+                (queries, own, depth),
+                (transposed, 0, stride),
+                (scores, 0, stride),
+                rows,
+                columns,
+                depth,
+                False,
             )
         if block + tile_blocks >= end_block:
             # The values of a short last tile are too few to ask for all of these between them.
@@ -331,7 +366,10 @@ def attend(
                 widen((v, at, slot_stride), wide_v, depth, count, head_dim, scale, signed)
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
-            if rows < 4:
+            if by_tile:
+                prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
+                multiply_rows(weights, values, (output, own, depth), rows, depth, count, True)
+            elif rows < 4:
                 accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
             else:
                 prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
