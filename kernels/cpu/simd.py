@@ -18,6 +18,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
+from numba.core import config
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import models, overload, register_model
 
@@ -30,7 +31,17 @@ def intrinsic(function: Any) -> Any:
 
 
 LANES = 8
-HOST_HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def _has_avx512() -> bool:
+    """Whether kernels are compiled for a CPU with 32 registers of 16 lanes; NUMBA_CPU_FEATURES may say otherwise."""
+    features: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if features is not None:
+        return "+avx512f" in features.split(",")
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+HAS_AVX512 = _has_avx512()
 LOG2_E = 1.4426950408889634
 
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)

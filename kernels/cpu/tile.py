@@ -12,10 +12,10 @@ from llvmlite import ir
 from numba import types
 
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import HOST_HAS_AVX512, cgutils, intrinsic, multiply_add
+from octavo.kernels.cpu.simd import HAS_AVX512, cgutils, intrinsic, multiply_add
 
-_WIDTH = 16 if HOST_HAS_AVX512 else 8
-_VECTORS = 4 if HOST_HAS_AVX512 else 2
+_WIDTH = 16 if HAS_AVX512 else 8
+_VECTORS = 4 if HAS_AVX512 else 2
 PANEL = _WIDTH * _VECTORS
 """Outputs of a panel, a multiple of 8. With `TILE_ROWS` rows 24 of 32 registers hold sums, or 12 of 16."""
 TILE_ROWS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import re
 from pathlib import Path
@@ -163,15 +164,14 @@ def test_a_browser_shows_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async def test() -> None:
         async with Cluster(2, step_seconds=0.02, budget=128, info={"num_blocks": 96, **HOST}) as cluster:
             backend = await cluster.backend()
-            tasks = [
-                asyncio.create_task(
-                    collect(
-                        backend,
-                        make_request(f"request-{i}", list(range(i % 3, 90)), max_tokens=300, n=1 + i % 2),
-                    )
-                )
-                for i in range(14)
-            ]
+
+            async def keep_asking(i: int) -> None:
+                # However long the browser takes to come, it finds tokens made.
+                for turn in itertools.count():
+                    request_id, prompt = f"request-{i}-{turn}", list(range(i % 3, 90))
+                    await collect(backend, make_request(request_id, prompt, max_tokens=300, n=1 + i % 2))
+
+            tasks = [asyncio.create_task(keep_asking(i)) for i in range(14)]
             await until(lambda: cluster.scheduler().snapshot()["sampled_tokens"] > 100)
             config = uvicorn.Config(
                 app_of(backend, tokenizer, api_keys=("secret",)),
