@@ -37,6 +37,19 @@ ALONE_PRODUCTS = 1 << 16
 
 
 @compiled()
+def outputs_per_panel(silu: bool) -> int:
+    """Numbers that come out of a panel."""
+    return PANEL // 2 if silu else PANEL
+
+
+@compiled()
+def count_panels(num_outputs: int, silu: bool) -> int:
+    """Panels of a weight, the last one's padding included."""
+    per_panel = outputs_per_panel(silu)
+    return (num_outputs + per_panel - 1) // per_panel
+
+
+@compiled()
 def _finish(
     sums: Any, rows: int, out: tuple[Any, int, int], columns: int, bias: tuple[Any, int], silu: bool
 ) -> None:
@@ -77,7 +90,7 @@ def _multiply_item(
     begin, end = rows
     weight_at, depth, num_outputs = weight
     array, out_stride = out
-    per_panel = PANEL // 2 if silu else PANEL
+    per_panel = outputs_per_panel(silu)
     columns = min(per_panel, num_outputs - panel * per_panel)
     direct = columns == PANEL and bias.size == 0
     num_tiles = (end - begin + TILE_ROWS - 1) // TILE_ROWS
@@ -123,8 +136,7 @@ def _work(
 ) -> None:
     """Take items until none is left. One call a thread; `counter` [1] is shared by all."""
     num_groups, group_rows = groups
-    per_panel = PANEL // 2 if silu else PANEL
-    num_items = (weight[2] + per_panel - 1) // per_panel * num_groups
+    num_items = count_panels(weight[2], silu) * num_groups
     sums = np.empty(group_rows * PANEL, np.float32)
     ticket = fetch_add(counter, 1)
     while ticket < num_items:
@@ -172,12 +184,11 @@ def multiply_kernel(
     silu    each panel holds weights of PANEL / 2 gates, then of as many ups; out = SiLU(gate) * up
     """
     _, depth, num_outputs = weight
-    per_panel = PANEL // 2 if silu else PANEL
-    num_panels = (num_outputs + per_panel - 1) // per_panel
+    num_panels = count_panels(num_outputs, silu)
     out = (float32_at(out_at, num_rows * num_outputs), num_outputs)
     bias = float32_at(bias_at, num_panels * PANEL if bias_at != 0 else 0)
     counter = np.zeros(1, np.int64)
-    if threads == 1 or num_rows * num_outputs * depth <= ALONE_PRODUCTS:
+    if num_rows * num_outputs * depth <= ALONE_PRODUCTS:
         threads = 1
     num_groups = max(
         (num_rows + ROWS_MAX - 1) // ROWS_MAX,

@@ -51,6 +51,12 @@ def tile_tokens(group: int) -> int:
 
 
 @compiled()
+def first_key(context: int, tokens: int, window: int) -> int:
+    """The first key that any of the last `tokens` of a sequence sees."""
+    return 0 if window <= 0 else max(0, context - tokens - window + 1)
+
+
+@compiled()
 def check_batch(
     block_tables: Any, cu_seqlens_q: Any, context_lens: Any, num_blocks: int, block_size: int, window: int
 ) -> None:
@@ -64,16 +70,9 @@ def check_batch(
         if blocks > block_tables.shape[1]:
             raise ValueError("a block table is shorter than its context")
         if tokens > 0:
-            first = 0 if window <= 0 else max(0, context - tokens - window + 1)
-            for i in range(first // block_size, blocks):
+            for i in range(first_key(context, tokens, window) // block_size, blocks):
                 if block_tables[s, i] < 0 or block_tables[s, i] >= num_blocks:
                     raise ValueError("a block table names a block outside the cache")
-
-
-@compiled()
-def first_key(context: int, tokens: int, window: int) -> int:
-    """The first key that any of the last `tokens` of a sequence sees."""
-    return 0 if window <= 0 else max(0, context - tokens - window + 1)
 
 
 @compiled()
@@ -163,7 +162,7 @@ def add_long_chunks(
             token = tile * per_tile
             taken = min(per_tile, tokens - token)
             position = context_lens[s] - tokens + token
-            begin = 0 if window <= 0 else max(0, position - window + 1)
+            begin = first_key(position + taken, taken, window)
             set_item(items, count, count, count + 1, begin, taken * group <= FEW_ROWS)
             rows = (s, cu_seqlens_q[s] + token, taken, 0)
             set_member(members, count, rows, (position, position + taken, begin))
