@@ -1,8 +1,9 @@
-"""Eight float32 lanes as a numba value, and the operations on them that the CPU kernels are written in.
+"""Float32 vectors as numba values, and the operations on them that the CPU kernels are written in.
 
 numba's own loops leave it to LLVM's vectoriser to find the vectors, which then keeps no accumulator in a
 register across a loop. Here a kernel says which registers it wants; LLVM still chooses the instructions: two
-SSE or NEON halves, one AVX register. Owns no algorithm beyond exp2 and in-register shuffles.
+SSE or NEON halves, one AVX register. Vectors have eight lanes; those of `wide` are as long as the CPU's, and arithmetic
+takes both. Owns no algorithm beyond exp2 and in-register shuffles.
 
 Loads and stores take a one-dimensional C-contiguous array and an element offset, unaligned and unchecked. An
 array's dtype names its number format: float32 and int8 are themselves, uint16 holds bfloat16 bits, int16 float16 bits
@@ -49,44 +50,51 @@ _F32X8, _I32X8 = (ir.VectorType(lane, LANES) for lane in (_F32, _I32))
 _FUSE = ("contract",)
 
 
-class _Vector(types.Type):
-    pass
+class Vector(types.Type):
+    """The numba type of `lanes` float32 numbers."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(f"octavo_f32x{lanes}")
+        self.lanes = lanes
 
 
-f32x8: Any = _Vector("octavo_f32x8")
+f32x8: Any = Vector(LANES)
 
 
-@register_model(_Vector)
+@register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _F32X8)
+        super().__init__(manager, numba_type, ir.VectorType(_F32, numba_type.lanes))
 
 
-def _floats(value: float) -> ir.Constant:
-    return ir.Constant(_F32X8, [value] * LANES)
+def floats(value: float, lanes: int = LANES) -> ir.Constant:
+    """LLVM's constant of `lanes` numbers."""
+    return ir.Constant(ir.VectorType(_F32, lanes), [value] * lanes)
 
 
-def _ints(value: int) -> ir.Constant:
-    return ir.Constant(_I32X8, [value] * LANES)
+def _ints(value: int, lanes: int = LANES) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I32, lanes), [value] * lanes)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    lane_type = ir.VectorType(scalar.type, LANES)
-    first = builder.insert_element(ir.Constant(lane_type, ir.Undefined), scalar, _I32(0))
-    return builder.shuffle_vector(first, ir.Constant(lane_type, ir.Undefined), _ints(0))
+def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """LLVM's vector of `lanes` times `scalar`."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, _I32(0))
+    return builder.shuffle_vector(first, undefined, _ints(0, lanes))
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(_I32X8, lanes))
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: ir.Type) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: ir.Type) -> Any:
+    """Of array[offset], as LLVM's pointer to `pointee`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [offset]), pointee.as_pointer())
 
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, loaded: ir.Type) -> Any:
-    value = builder.load(_address(context, builder, array_type, array, offset, loaded))
+    value = builder.load(address(context, builder, array_type, array, offset, loaded))
     value.align = array_type.dtype.bitwidth // 8
     return value
 
@@ -106,7 +114,7 @@ def _widen(builder: Any, bits: Any, dtype: Any) -> Any:
     sign_mask, mantissa_shift, bias = (0x80, 20, 7) if dtype == types.uint8 else (0x8000, 13, 15)
     sign = builder.shl(builder.and_(wide, _ints(sign_mask)), _ints(32 - sign_mask.bit_length()))
     magnitude = builder.shl(builder.and_(wide, _ints(sign_mask - 1)), _ints(mantissa_shift))
-    factor = _floats(2.0 ** (127 - bias))
+    factor = floats(2.0 ** (127 - bias))
     value = builder.bitcast(builder.fmul(builder.bitcast(magnitude, _F32X8), factor), _I32X8)
     if dtype == types.int16:
         special = builder.icmp_unsigned(">=", magnitude, _ints(0x7C00 << 13))
@@ -162,7 +170,7 @@ def vload_lanes(typing_context: Any, array: Any, offset: Any, count: Any) -> Any
         builder.store(ir.Constant(vector_type, None), slot)
         first = builder.bitcast(slot, lane_type.as_pointer())
         size = ir.IntType(64)(array.dtype.bitwidth // 8)
-        source = _address(context, builder, array, args[0], args[1], lane_type)
+        source = address(context, builder, array, args[0], args[1], lane_type)
         cgutils.raw_memcpy(builder, first, source, args[2], size)
         value = builder.load(slot)
         return value if lane_type is _F32 else _widen(builder, value, array.dtype)
@@ -175,7 +183,7 @@ def vload_splat(typing_context: Any, array: Any, offset: Any) -> Any:
     """array[offset], float32, in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, _load(context, builder, array, args[0], args[1], _F32))
+        return splat(builder, _load(context, builder, array, args[0], args[1], _F32))
 
     return f32x8(array, types.intp), generate
 
@@ -185,7 +193,7 @@ def vstore(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
     """array[offset : offset + 8] = value; the array is float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store = builder.store(args[2], _address(context, builder, array, args[0], args[1], _F32X8))
+        store = builder.store(args[2], address(context, builder, array, args[0], args[1], _F32X8))
         store.align = 4
         return context.get_dummy_value()
 
@@ -199,7 +207,7 @@ def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         slot = cgutils.alloca_once(builder, _F32X8)
         builder.store(args[2], slot)
-        target = _address(context, builder, array, args[0], args[1], _F32)
+        target = address(context, builder, array, args[0], args[1], _F32)
         source = builder.bitcast(slot, _F32.as_pointer())
         cgutils.raw_memcpy(builder, target, source, args[3], ir.IntType(64)(4))
         return context.get_dummy_value()
@@ -215,7 +223,7 @@ def vstore_halves(typing_context: Any, array: Any, low: Any, high: Any, value: A
         for offset, first in ((args[1], 0), (args[2], LANES // 2)):
             lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(range(first, first + LANES // 2)))
             half = builder.shuffle_vector(args[3], args[3], lanes)
-            place = _address(context, builder, array, args[0], offset, half.type)
+            place = address(context, builder, array, args[0], offset, half.type)
             builder.store(half, place).align = 4
         return context.get_dummy_value()
 
@@ -227,9 +235,19 @@ def vsplat(typing_context: Any, scalar: Any) -> Any:
     """`scalar`, rounded to float32, in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, args[0])
+        return splat(builder, args[0])
 
     return f32x8(types.float32), generate
+
+
+@intrinsic
+def vsplat_like(typing_context: Any, vector: Any, scalar: Any) -> Any:
+    """`scalar`, rounded to float32, in every lane of a vector as long as `vector`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return splat(builder, args[1], vector.lanes)
+
+    return vector(vector, types.float32), generate
 
 
 def _binary(generate_binary: Any) -> Any:
@@ -237,7 +255,7 @@ def _binary(generate_binary: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return generate_binary(builder, args[0], args[1])
 
-        return f32x8(f32x8, f32x8), generate
+        return a(a, a), generate
 
     return intrinsic(typed)
 
@@ -262,7 +280,7 @@ def vfma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return multiply_add(builder, *args)
 
-    return f32x8(f32x8, f32x8, f32x8), generate
+    return a(a, a, a), generate
 
 
 @intrinsic
@@ -271,9 +289,9 @@ def vkeep(typing_context: Any, value: Any, first: Any, last: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = ir.Constant(_I32X8, list(range(LANES)))
-        low, high = (_splat(builder, builder.trunc(bound, _I32)) for bound in args[1:])
+        low, high = (splat(builder, builder.trunc(bound, _I32)) for bound in args[1:])
         inside = builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
-        return builder.select(inside, args[0], _floats(float("-inf")))
+        return builder.select(inside, args[0], floats(float("-inf")))
 
     return f32x8(f32x8, types.intp, types.intp), generate
 
@@ -290,6 +308,15 @@ def _exp2_terms() -> list[float]:
     return terms[::-1]
 
 
+def exp2_near_zero(builder: Any, rest: Any) -> Any:
+    """LLVM's value of 2**rest for rest in [-0.5, 0.5]; of 0 exactly 1."""
+    first, *others = (floats(term, rest.type.count) for term in _exp2_terms())
+    power = first
+    for term in others:
+        power = multiply_add(builder, power, rest, term)
+    return power
+
+
 @intrinsic
 def vexp2(typing_context: Any, x: Any) -> Any:
     """2**x for x < 128, within 2 units in the last place; 0 for x <= -127; NaN stays NaN.
@@ -298,20 +325,19 @@ def vexp2(typing_context: Any, x: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        too_small = builder.fcmp_ordered("<", args[0], _floats(-127.0))
-        clamped = builder.select(too_small, _floats(-127.0), args[0])
+        lanes = x.lanes
+        too_small = builder.fcmp_ordered("<", args[0], floats(-127.0, lanes))
+        clamped = builder.select(too_small, floats(-127.0, lanes), args[0])
         # Adding 1.5 * 2**23 leaves no room for a fraction: the integer lands in the low bits, rounded.
-        shifter = _floats(1.5 * 2.0**23)
+        shifter = floats(1.5 * 2.0**23, lanes)
         shifted = builder.fadd(clamped, shifter)
         rest = builder.fsub(clamped, builder.fsub(shifted, shifter))
-        terms = _exp2_terms()
-        power = _floats(terms[0])
-        for term in terms[1:]:
-            power = multiply_add(builder, power, rest, _floats(term))
-        exponent = builder.shl(builder.add(builder.bitcast(shifted, _I32X8), _ints(127)), _ints(23))
-        return builder.fmul(power, builder.bitcast(exponent, _F32X8))
+        power = exp2_near_zero(builder, rest)
+        bits = builder.bitcast(shifted, ir.VectorType(_I32, lanes))
+        exponent = builder.shl(builder.add(bits, _ints(127, lanes)), _ints(23, lanes))
+        return builder.fmul(power, builder.bitcast(exponent, power.type))
 
-    return f32x8(f32x8), generate
+    return x(x), generate
 
 
 def _horizontal(combine: Any) -> Any:
@@ -388,7 +414,7 @@ def vtranspose(
                     swapped[row | distance] = _shuffle(builder, rows[row], rows[row | distance], high)
             rows = swapped
         for row in range(LANES):
-            place = _address(context, builder, target, args[3], row_offset(args[4], args[5], row), _F32X8)
+            place = address(context, builder, target, args[3], row_offset(args[4], args[5], row), _F32X8)
             builder.store(rows[row], place).align = 4
         return context.get_dummy_value()
 
@@ -401,7 +427,7 @@ def fetch_add(typing_context: Any, counter: Any, amount: Any) -> Any:
     """Add to counter[0], an int64 array, atomically; the value before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, counter, args[0], ir.IntType(64)(0), ir.IntType(64))
+        place = address(context, builder, counter, args[0], ir.IntType(64)(0), ir.IntType(64))
         return builder.atomic_rmw("add", place, args[1], "monotonic")
 
     return types.int64(counter, types.int64), generate
