@@ -19,12 +19,11 @@ import numpy as np
 from octavo.kernels.cpu.lane_products import PANEL, TOGETHER, add_values, score_keys
 from octavo.kernels.cpu.products import prefetch_block
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import LANES, vadd, vmax, vmul, vsub, vtranspose
+from octavo.kernels.cpu.simd import LANES, vadd, vexp2, vmax, vmul, vsub, vtranspose
 from octavo.kernels.cpu.tiles import block_scale, key_tile_blocks, round_up, soft_cap, widen
 from octavo.kernels.cpu.wide import (
     WIDTH,
     wide_between,
-    wide_exp2,
     wide_finite_or_zero,
     wide_load,
     wide_splat,
@@ -193,16 +192,16 @@ def weigh(
         # Nothing seen yet: any finite base makes the weights of minus infinity 0.
         base = wide_finite_or_zero(now)
         wide_store(maxima, lane, now)
-        shrinks = wide_exp2(vsub(before, base))
+        shrinks = vexp2(vsub(before, base))
         wide_store(shrink, v, shrinks)
         total = wide_splat(0.0)
         total_1, total_2, total_3 = total, total, total
         for key in range(low, high, TOGETHER):
             at = key * PANEL + v
-            weight = wide_exp2(vsub(wide_load(scores, at), base))
-            weight_1 = wide_exp2(vsub(wide_load(scores, at + PANEL), base))
-            weight_2 = wide_exp2(vsub(wide_load(scores, at + 2 * PANEL), base))
-            weight_3 = wide_exp2(vsub(wide_load(scores, at + 3 * PANEL), base))
+            weight = vexp2(vsub(wide_load(scores, at), base))
+            weight_1 = vexp2(vsub(wide_load(scores, at + PANEL), base))
+            weight_2 = vexp2(vsub(wide_load(scores, at + 2 * PANEL), base))
+            weight_3 = vexp2(vsub(wide_load(scores, at + 3 * PANEL), base))
             wide_store(scores, at, weight)
             wide_store(scores, at + PANEL, weight_1)
             wide_store(scores, at + 2 * PANEL, weight_2)

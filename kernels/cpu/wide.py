@@ -1,6 +1,6 @@
 """Vectors as long as the CPU's registers, of float32 arrays: what `simd` has for eight lanes.
 
-Arithmetic is `simd`'s, which takes vectors of either length. Owns the form of exp2 for AVX-512.
+Arithmetic is `simd`'s, which takes vectors of either length.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from octavo.kernels.cpu.simd import (
     LANES,
     Vector,
     address,
-    cgutils,
-    exp2_near_zero,
     f32x8,
     floats,
     intrinsic,
     splat,
-    vexp2,
 )
 
 WIDTH = 16 if HAS_AVX512 else LANES
@@ -84,31 +81,3 @@ def wide_finite_or_zero(typing_context: Any, x: Any) -> Any:
         return builder.select(lowest, floats(0.0, WIDTH), args[0])
 
     return f32wide(f32wide), generate
-
-
-@intrinsic
-def _scaled_exp2(typing_context: Any, x: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, mask = ir.IntType(32), ir.IntType(16)
-        # Minus infinity has no fraction; 2**-200 is 0 in float32. The comparison keeps NaN.
-        lowest = floats(-200.0, WIDTH)
-        clamped = builder.select(builder.fcmp_ordered(">", lowest, args[0]), lowest, args[0])
-        scale = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(_WIDE, [_WIDE, number, _WIDE, mask, number]),
-            "llvm.x86.avx512.mask.rndscale.ps.512",
-        )
-        whole = builder.call(scale, [clamped, number(8), clamped, mask(0xFFFF), number(4)])
-        power = exp2_near_zero(builder, builder.fsub(clamped, whole))
-        scalef = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(_WIDE, [_WIDE, _WIDE, _WIDE, mask, number]),
-            "llvm.x86.avx512.mask.scalef.ps.512",
-        )
-        return builder.call(scalef, [power, whole, power, mask(0xFFFF), number(4)])
-
-    return f32wide(f32wide), generate
-
-
-wide_exp2 = _scaled_exp2 if HAS_AVX512 else vexp2
-"""2**x for x < 128, within 2 units in the last place; 0 for x <= -150; NaN stays NaN."""
