@@ -15,8 +15,7 @@ from llvmlite import ir
 from numba import types
 
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import HAS_AVX512, floats, intrinsic, multiply_add, splat
-from octavo.kernels.cpu.wide import WIDTH
+from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, floats, intrinsic, multiply_add, splat
 
 VECTORS = 4 if HAS_AVX512 else 3
 """Vectors of a panel, at most. With `TOGETHER` 16 of 32 registers hold sums, or 12 of 16."""

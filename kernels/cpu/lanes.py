@@ -19,10 +19,9 @@ import numpy as np
 from octavo.kernels.cpu.lane_products import PANEL, TOGETHER, add_values, score_keys
 from octavo.kernels.cpu.products import prefetch_block
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import LANES, vadd, vexp2, vmax, vmul, vsub, vtranspose
+from octavo.kernels.cpu.simd import LANES, WIDTH, vadd, vexp2, vmax, vmul, vsub, vtranspose
 from octavo.kernels.cpu.tiles import block_scale, key_tile_blocks, round_up, soft_cap, widen
 from octavo.kernels.cpu.wide import (
-    WIDTH,
     wide_between,
     wide_finite_or_zero,
     wide_load,

@@ -25,8 +25,8 @@ import numpy as np
 
 from octavo.kernels.cpu.lanes import whole_lanes
 from octavo.kernels.cpu.runtime import compiled
+from octavo.kernels.cpu.simd import WIDTH
 from octavo.kernels.cpu.tiles import FEW_ROWS, key_tile_blocks
-from octavo.kernels.cpu.wide import WIDTH
 
 TILE_ROWS = 48
 """Query rows of a short sequence, at most, unless one token has more heads than that on one KV head; of a tile of rows

@@ -43,6 +43,8 @@ def _has_avx512() -> bool:
 
 
 HAS_AVX512 = _has_avx512()
+WIDTH = 16 if HAS_AVX512 else LANES
+"""Lanes of the CPU's registers."""
 LOG2_E = 1.4426950408889634
 
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -213,21 +215,6 @@ def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count
         return context.get_dummy_value()
 
     return types.none(array, types.intp, f32x8, types.intp), generate
-
-
-@intrinsic
-def vstore_halves(typing_context: Any, array: Any, low: Any, high: Any, value: Any) -> Any:
-    """array[low : low + 4] = the first four lanes, array[high : high + 4] = the others; the array is float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for offset, first in ((args[1], 0), (args[2], LANES // 2)):
-            lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(range(first, first + LANES // 2)))
-            half = builder.shuffle_vector(args[3], args[3], lanes)
-            place = address(context, builder, array, args[0], offset, half.type)
-            builder.store(half, place).align = 4
-        return context.get_dummy_value()
-
-    return types.none(array, types.intp, types.intp, f32x8), generate
 
 
 @intrinsic

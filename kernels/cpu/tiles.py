@@ -20,7 +20,6 @@ from numba.extending import overload
 
 from octavo.kernels.cpu.products import (
     Matrix,
-    accumulate,
     accumulate_few,
     dot_rows,
     prefetch_block,
@@ -297,11 +296,7 @@ def attend(
                 widen((v, at, slot_stride), wide_v, depth, count, head_dim, scale, signed)
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
-            if rows < 4:
-                accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
-            else:
-                prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
-                accumulate(weights, values, (output, own, depth), rows, depth, count)
+            accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
 
 
 @compiled()

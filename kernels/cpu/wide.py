@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import types
 
 from octavo.kernels.cpu.simd import (
-    HAS_AVX512,
     LANES,
+    WIDTH,
     Vector,
     address,
     f32x8,
@@ -20,8 +20,6 @@ from octavo.kernels.cpu.simd import (
     intrinsic,
     splat,
 )
-
-WIDTH = 16 if HAS_AVX512 else LANES
 
 f32wide: Any = Vector(WIDTH) if WIDTH != LANES else f32x8
 _WIDE = ir.VectorType(ir.FloatType(), WIDTH)

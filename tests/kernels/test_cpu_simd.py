@@ -54,7 +54,7 @@ def keep(source, first, last, result):
 
 @compiled()
 def wide_exp2_all(x, result):
-    for i in range(0, x.shape[0], wide.WIDTH):
+    for i in range(0, x.shape[0], simd.WIDTH):
         wide.wide_store(result, i, simd.vexp2(wide.wide_load(x, i)))
 
 
@@ -63,7 +63,7 @@ def between(source, low, x, high, result):
     bounds = wide.wide_load(low, 0), wide.wide_load(high, 0)
     kept = wide.wide_between(wide.wide_load(source, 0), bounds[0], wide.wide_splat(x), bounds[1])
     wide.wide_store(result, 0, kept)
-    wide.wide_store(result, wide.WIDTH, wide.wide_finite_or_zero(kept))
+    wide.wide_store(result, simd.WIDTH, wide.wide_finite_or_zero(kept))
 
 
 @compiled()
@@ -132,14 +132,14 @@ def test_keep_masks_outside_the_range_even_nan(first: int, last: int) -> None:
 
 
 def test_between_masks_each_lane_by_its_own_bounds_even_nan() -> None:
-    lane = np.arange(wide.WIDTH, dtype=np.float32)
+    lane = np.arange(simd.WIDTH, dtype=np.float32)
     low, high = lane - 4, lane + 2
     inside = (low <= 3) & (high > 3)
     source = np.where(inside, 5.0, np.nan).astype(np.float32)
-    result = np.empty(2 * wide.WIDTH, np.float32)
+    result = np.empty(2 * simd.WIDTH, np.float32)
     between(source, low, 3.0, high, result)
-    np.testing.assert_array_equal(result[: wide.WIDTH], np.where(inside, 5.0, -np.inf))
-    np.testing.assert_array_equal(result[wide.WIDTH :], np.where(inside, 5.0, 0.0))
+    np.testing.assert_array_equal(result[: simd.WIDTH], np.where(inside, 5.0, -np.inf))
+    np.testing.assert_array_equal(result[simd.WIDTH :], np.where(inside, 5.0, 0.0))
 
 
 def test_fetch_add_returns_the_value_before() -> None:
