@@ -84,13 +84,12 @@ def _finish(
     silu          the outputs are SiLU of the first half of each row times its second half
     """
     array, at, stride = out
-    if int8 is not None:
-        scales = float32_at(int8[2] + first_output * 4, PANEL)
-        for row in range(rows):
-            for column in range(PANEL):
-                sums[row * PANEL + column] *= scales[column]
     for row in range(rows):
         first = row * PANEL
+        if int8 is not None:
+            scales = float32_at(int8[2] + first_output * 4, PANEL)
+            for column in range(0, PANEL, LANES):
+                vstore(sums, first + column, vmul(vload(sums, first + column), vload(scales, column)))
         if bias.size > 0:
             for column in range(PANEL):
                 sums[first + column] += bias[first_output + column]
@@ -99,7 +98,10 @@ def _finish(
                 gate, up = vload(sums, first + column), vload(sums, first + PANEL // 2 + column)
                 vstore(sums, first + column, vmul(vsilu(gate), up))
         place = at + row * stride
-        for column in range(columns):
+        whole = columns // LANES * LANES
+        for column in range(0, whole, LANES):
+            vstore(array, place + column, vload(sums, first + column))
+        for column in range(whole, columns):
             array[place + column] = sums[first + column]
 
 
@@ -147,9 +149,12 @@ def _multiply_item(
     for part in range(num_parts):
         first, last = part_begin(part, num_parts, depth), part_begin(part + 1, num_parts, depth)
         panel_at = weight_at + (panel * depth + first) * PANEL * 4
-        ahead_at = (
-            weight_at + (panel * depth + last if part + 1 < num_parts else next_panel * depth) * PANEL * 4
-        )
+        # Of int8 parts, which are short, the next one would be asked for too late.
+        if int8 is None and part + 1 < num_parts:
+            ahead = panel * depth + last
+        else:
+            ahead = next_panel * depth + (0 if int8 is None else first)
+        ahead_at = weight_at + ahead * PANEL * 4
         for tile in range(num_tiles):
             row = begin + tile * TILE_ROWS
             tile_rows = min(TILE_ROWS, end - row)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.kernels.cpu.decode_tile import ROWS, STRIP, WIDTH, dot_few, weigh_few
 from octavo.kernels.cpu.memory import line_elements, prefetch
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
@@ -20,7 +21,6 @@ from octavo.kernels.cpu.simd import (
     vload_splat,
     vsplat,
     vstore,
-    vstore_halves,
     vsum_each,
 )
 from octavo.kernels.cpu.tile import PANEL, TILE_ROWS, multiply_tile
@@ -158,88 +158,30 @@ def prefetch_block(cache: Any, at: int, size: int) -> None:
 def accumulate_few(
     left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int, ahead: tuple[Any, int]
 ) -> None:
-    """`accumulate` for up to three rows, the same sums in the same order, asking for `ahead` on the way.
+    """`accumulate` for few rows, the same sums in the same order, asking for `ahead` on the way.
 
     ahead = (array, offset) of a block [depth, columns].
     """
-    if rows != 3 or columns % (4 * LANES) != 0:
+    if columns % STRIP != 0:
         prefetch_block(ahead[0], ahead[1], depth * columns)
         accumulate(left, right, result, rows, columns, depth)
         return
-    a, a0, a_stride = left
+    a, a_at, a_stride = left
     b, b_at, b_stride = right
     c, c_at, c_stride = result
-    later, later_at = ahead
-    a1, a2 = a0 + a_stride, a0 + 2 * a_stride
-    for column in range(0, columns, 4 * LANES):
-        c0 = c_at + column
-        c1, c2 = c0 + c_stride, c0 + 2 * c_stride
-        c00, c01 = vload(c, c0), vload(c, c0 + LANES)
-        c02, c03 = vload(c, c0 + 2 * LANES), vload(c, c0 + 3 * LANES)
-        c10, c11 = vload(c, c1), vload(c, c1 + LANES)
-        c12, c13 = vload(c, c1 + 2 * LANES), vload(c, c1 + 3 * LANES)
-        c20, c21 = vload(c, c2), vload(c, c2 + LANES)
-        c22, c23 = vload(c, c2 + 2 * LANES), vload(c, c2 + 3 * LANES)
-        for k in range(depth):
-            for offset in range(0, 4 * LANES, line_elements(later)):
-                prefetch(later, later_at + k * columns + column + offset)
-            b0 = b_at + k * b_stride + column
-            x0, x1, x2 = vload_splat(a, a0 + k), vload_splat(a, a1 + k), vload_splat(a, a2 + k)
-            y = vload(b, b0)
-            c00, c10, c20 = vfma(x0, y, c00), vfma(x1, y, c10), vfma(x2, y, c20)
-            y = vload(b, b0 + LANES)
-            c01, c11, c21 = vfma(x0, y, c01), vfma(x1, y, c11), vfma(x2, y, c21)
-            y = vload(b, b0 + 2 * LANES)
-            c02, c12, c22 = vfma(x0, y, c02), vfma(x1, y, c12), vfma(x2, y, c22)
-            y = vload(b, b0 + 3 * LANES)
-            c03, c13, c23 = vfma(x0, y, c03), vfma(x1, y, c13), vfma(x2, y, c23)
-        vstore(c, c0, c00)
-        vstore(c, c0 + LANES, c01)
-        vstore(c, c0 + 2 * LANES, c02)
-        vstore(c, c0 + 3 * LANES, c03)
-        vstore(c, c1, c10)
-        vstore(c, c1 + LANES, c11)
-        vstore(c, c1 + 2 * LANES, c12)
-        vstore(c, c1 + 3 * LANES, c13)
-        vstore(c, c2, c20)
-        vstore(c, c2 + LANES, c21)
-        vstore(c, c2 + 2 * LANES, c22)
-        vstore(c, c2 + 3 * LANES, c23)
-
-
-@compiled()
-def _dot_three(
-    left: Matrix, right: Matrix, result: Matrix, columns: int, depth: int, ahead: tuple[Any, int]
-) -> None:
-    """`dot_rows` of three rows: four keys at a time, so that each is loaded once for all rows."""
-    a, a0, a_stride = left
-    b, b_at, b_stride = right
-    c, c_at, c_stride = result
-    later, later_at = ahead
-    a1, a2 = a0 + a_stride, a0 + 2 * a_stride
-    zero = vsplat(0.0)
-    for column in range(0, columns, 4):
-        s00, s01, s02, s03 = zero, zero, zero, zero
-        s10, s11, s12, s13 = zero, zero, zero, zero
-        s20, s21, s22, s23 = zero, zero, zero, zero
-        b0 = b_at + column * b_stride
-        b1, b2, b3 = b0 + b_stride, b0 + 2 * b_stride, b0 + 3 * b_stride
-        for k in range(0, depth, LANES):
-            for offset in range(0, 4 * LANES, line_elements(later)):
-                prefetch(later, later_at + column * depth + 4 * k + offset)
-            x0, x1, x2 = vload(a, a0 + k), vload(a, a1 + k), vload(a, a2 + k)
-            y = vload(b, b0 + k)
-            s00, s10, s20 = vfma(x0, y, s00), vfma(x1, y, s10), vfma(x2, y, s20)
-            y = vload(b, b1 + k)
-            s01, s11, s21 = vfma(x0, y, s01), vfma(x1, y, s11), vfma(x2, y, s21)
-            y = vload(b, b2 + k)
-            s02, s12, s22 = vfma(x0, y, s02), vfma(x1, y, s12), vfma(x2, y, s22)
-            y = vload(b, b3 + k)
-            s03, s13, s23 = vfma(x0, y, s03), vfma(x1, y, s13), vfma(x2, y, s23)
-        at = c_at + column
-        vstore_halves(c, at, at + c_stride, vsum_each(s00, s01, s02, s03, s10, s11, s12, s13))
-        third = at + 2 * c_stride
-        vstore_halves(c, third, third, vsum_each(s20, s21, s22, s23, s20, s21, s22, s23))
+    later = ahead[0].ctypes.data + ahead[1] * ahead[0].itemsize
+    step = WIDTH * ahead[0].itemsize
+    for row in range(0, rows, ROWS):
+        for column in range(0, columns, STRIP):
+            block = b.ctypes.data + (b_at + column) * 4
+            weigh_few(
+                min(ROWS, rows - row),
+                (a.ctypes.data + (a_at + row * a_stride) * 4, a_stride),
+                (block, b_stride),
+                (c.ctypes.data + (c_at + row * c_stride + column) * 4, c_stride),
+                depth,
+                (later + depth * column * ahead[0].itemsize, step) if row == 0 else (block, 0),
+            )
 
 
 @compiled()
@@ -255,19 +197,28 @@ def dot_rows(
     a, a_at, a_stride = left
     b, b_at, b_stride = right
     c, c_at, c_stride = result
-    threes = rows // 3 * 3
-    for row in range(0, threes, 3):
-        three = (a, a_at + row * a_stride, a_stride)
-        _dot_three(three, right, (c, c_at + row * c_stride, c_stride), columns, depth, ahead)
-    for row in range(threes, rows):
+    if depth % WIDTH == 0:
+        block = b.ctypes.data + b_at * 4
+        for row in range(0, rows, ROWS):
+            dot_few(
+                min(ROWS, rows - row),
+                (a.ctypes.data + (a_at + row * a_stride) * 4, a_stride),
+                (block, b_stride),
+                (c.ctypes.data + (c_at + row * c_stride) * 4, c_stride),
+                columns,
+                depth,
+                (later.ctypes.data + later_at * later.itemsize, WIDTH * later.itemsize)
+                if row == 0
+                else (block, 0),
+            )
+        return
+    prefetch_block(later, later_at, columns * depth)
+    for row in range(rows):
         for column in range(0, columns, LANES):
             zero = vsplat(0.0)
             s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
             b0 = b_at + column * b_stride
             for k in range(0, depth, LANES):
-                if row == 0:
-                    for offset in range(0, LANES * LANES, line_elements(later)):
-                        prefetch(later, later_at + column * depth + k * LANES + offset)
                 x = vload(a, a_at + row * a_stride + k)
                 s0 = vfma(x, vload(b, b0 + k), s0)
                 s1 = vfma(x, vload(b, b0 + b_stride + k), s1)

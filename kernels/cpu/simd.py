@@ -226,21 +226,6 @@ def vstore_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> An
 
 
 @intrinsic
-def vstore_halves(typing_context: Any, array: Any, low: Any, high: Any, value: Any) -> Any:
-    """array[low : low + 4] = the first four lanes, array[high : high + 4] = the others; the array is float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for offset, first in ((args[1], 0), (args[2], LANES // 2)):
-            lanes = ir.Constant(ir.VectorType(_I32, LANES // 2), list(range(first, first + LANES // 2)))
-            half = builder.shuffle_vector(args[3], args[3], lanes)
-            place = _address(context, builder, array, args[0], offset, half.type)
-            builder.store(half, place).align = 4
-        return context.get_dummy_value()
-
-    return types.none(array, types.intp, types.intp, f32x8), generate
-
-
-@intrinsic
 def vsplat(typing_context: Any, scalar: Any) -> Any:
     """`scalar`, rounded to float32, in every lane."""
 

@@ -62,8 +62,10 @@ class _Float32:
     multiply = staticmethod(multiply_add)
 
     @staticmethod
-    def finish(builder: Any, row: int, totals: list[Any], int8: tuple[Any, ...]) -> list[Any]:
-        return totals
+    def finish(
+        builder: Any, row: int, totals: list[Any], earlier: list[Any], int8: tuple[Any, ...]
+    ) -> list[Any]:
+        return [builder.fadd(sums, total) for sums, total in zip(earlier, totals, strict=True)]
 
 
 class _Int8:
@@ -87,10 +89,15 @@ class _Int8:
         return builder.call(function, [total, factor, weight])
 
     @staticmethod
-    def finish(builder: Any, row: int, totals: list[Any], int8: tuple[Any, ...]) -> list[Any]:
+    def finish(
+        builder: Any, row: int, totals: list[Any], earlier: list[Any], int8: tuple[Any, ...]
+    ) -> list[Any]:
         place = builder.add(int8[1], builder.mul(int8[2], _INT(row)))
         scale = _splat(builder, builder.load(builder.inttoptr(place, _FLOAT.as_pointer())))
-        return [builder.fmul(builder.sitofp(total, _FLOATS), scale) for total in totals]
+        return [
+            multiply_add(builder, builder.sitofp(total, _FLOATS), scale, sums)
+            for sums, total in zip(earlier, totals, strict=True)
+        ]
 
 
 def _generate_tile(builder: Any, form: Any, rows: int, numbers: list[Any]) -> None:
@@ -155,13 +162,15 @@ def _generate_tile(builder: Any, form: Any, rows: int, numbers: list[Any]) -> No
     builder.cbranch(builder.icmp_signed("<", next_k, depth), loop, done)
 
     builder.position_at_end(done)
-    add = builder.trunc(resume, ir.IntType(1))
+    resumes = builder.trunc(resume, ir.IntType(1))
+    zero = ir.Constant(_FLOATS, [0.0] * _WIDTH)
     for number, row_following in enumerate(following):
         row_at = builder.add(sums_at, builder.mul(sums_stride, _INT(4 * number)))
-        values = form.finish(builder, number, row_following, int8)
-        for place, value in zip(_vectors_at(builder, row_at, _FLOATS), values, strict=True):
-            earlier = _load(builder, place)
-            builder.store(builder.select(add, builder.fadd(earlier, value), value), place).align = 4
+        places = _vectors_at(builder, row_at, _FLOATS)
+        earlier = [builder.select(resumes, _load(builder, place), zero) for place in places]
+        values = form.finish(builder, number, row_following, earlier, int8)
+        for place, value in zip(places, values, strict=True):
+            builder.store(value, place).align = 4
 
 
 @intrinsic

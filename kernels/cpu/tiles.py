@@ -369,7 +369,7 @@ def attend(
             if by_tile:
                 prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
                 multiply_rows(weights, values, (output, own, depth), rows, depth, count, True)
-            elif rows < 4:
+            elif few:
                 accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
             else:
                 prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
