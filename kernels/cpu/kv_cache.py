@@ -11,12 +11,15 @@ from typing import Any
 from numba import prange
 
 from octavo.kernels.cpu.elementwise import ALONE_ELEMENTS, share
-from octavo.kernels.cpu.memory import float32_at, int64_at
+from octavo.kernels.cpu.memory import float32_at, int64_at, line_elements, prefetch_to_write
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import LANES, vadd, vload, vmul, vstore, vsub
 
 Strided = tuple[Any, int, int]
 """(flat array, token stride, head stride)"""
+
+SLOTS_AHEAD = 3
+"""Tokens between asking for a slot's lines and writing them; 1 and 6 were no different."""
 
 
 @compiled()
@@ -74,6 +77,18 @@ def _rotate(
 
 
 @compiled()
+def _ask_for_slot(slot: int, caches: tuple[Any, Any], shape: tuple[int, int, int]) -> None:
+    """Have a slot's lines brought to where they are written: they lie anywhere, and a store would wait for each."""
+    num_kv_heads, block_size, head_dim = shape
+    k_cache, v_cache = caches
+    for head in range(num_kv_heads):
+        target = ((slot // block_size * num_kv_heads + head) * block_size + slot % block_size) * head_dim
+        for d in range(0, head_dim, line_elements(k_cache)):
+            prefetch_to_write(k_cache, target + d)
+            prefetch_to_write(v_cache, target + d)
+
+
+@compiled()
 def _write_rope_tokens(
     tokens: tuple[int, int],
     q: Strided,
@@ -94,6 +109,9 @@ def _write_rope_tokens(
     num_kv_heads, block_size, head_dim = shape
     for token in range(tokens[0], tokens[1]):
         angle_at = token * angle_stride
+        later = token + SLOTS_AHEAD
+        if later < tokens[1] and slots[later] >= 0:
+            _ask_for_slot(slots[later], caches, shape)
         for head in range(num_heads):
             at = token * q_stride + head * q_head_stride
             _rotate(queries, at, cos, sin, angle_at, half, queries, at)

@@ -42,26 +42,31 @@ def int64_at(address: int, size: int) -> Any:
     return carray(_pointer(address), size, np.int64)
 
 
-@intrinsic
-def prefetch(typing_context: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line of array[offset]; a hint, harmless at any address."""
-    if not isinstance(array, types.Array):
-        return None
+def _make_prefetch(write: bool) -> Any:
+    def typed(typing_context: Any, array: Any, offset: Any) -> Any:
+        if not isinstance(array, types.Array):
+            return None
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(array)(context, builder, args[0]).data
-        place = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [place.type, number, number, number]),
-            "llvm.prefetch.p0",
-        )
-        # For reading, into the second-level cache, as data.
-        builder.call(function, [place, number(0), number(2), number(1)])
-        return context.get_dummy_value()
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(array)(context, builder, args[0]).data
+            place = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+            number = ir.IntType(32)
+            function = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(ir.VoidType(), [place.type, number, number, number]),
+                "llvm.prefetch.p0",
+            )
+            # Into the second-level cache to read, into the first to write; as data.
+            builder.call(function, [place, number(int(write)), number(3 if write else 2), number(1)])
+            return context.get_dummy_value()
 
-    return types.none(array, types.intp), generate
+        return types.none(array, types.intp), generate
+
+    return intrinsic(typed)
+
+
+prefetch, prefetch_to_write = _make_prefetch(False), _make_prefetch(True)
+"""Ask for the cache line of array[offset]; a hint, harmless at any address."""
 
 
 @intrinsic
