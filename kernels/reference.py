@@ -125,7 +125,8 @@ def quantised_multiply(
 def _rounded(x: torch.Tensor) -> torch.Tensor:
     """float64: the rows of x, float32, as integers times a scale each; rows below 1e-30 are zeros."""
     peaks = x.abs().amax(dim=1, keepdim=True)
-    factors = torch.where(peaks > 1e-30, 127 / peaks, 0.0)
+    # Divided once: torch's 127 / peaks rounds twice, and a number in the middle would go the other way.
+    factors = torch.where(peaks > 1e-30, torch.tensor(127.0) / peaks, 0.0)
     return (x * factors).round().double() * (peaks.double() / 127)
 
 

@@ -44,7 +44,7 @@ class PackedLinear:
     """float32 throughout, or int8, by this project's own kernel (`kernels.cpu.gemm`).
 
     gated  the first half of the outputs are gates of the others: SiLU of them times these comes out
-    int8   int8 weights with a scale each output, int8 activations with a scale for each few of a row
+    int8   int8 weights with a scale each output, int8 activations with a scale for each 64 of a row
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def pack_int8_weight(weight: torch.Tensor, bias: torch.Tensor | None, gated: boo
     places, num_panels = _places(num_outputs, gated)
     depth = -(-in_features // 4)
     peaks = weight.abs().amax(dim=1)
-    factors = torch.where(peaks > PEAK_MIN, PEAK / peaks, 0.0)
+    factors = torch.where(peaks > PEAK_MIN, torch.tensor(float(PEAK)) / peaks, 0.0)
     rows = torch.zeros(num_panels * PANEL, depth * 4, dtype=torch.int8)
     rows[places, :in_features] = (weight * factors[:, None]).round_().to(torch.int8)
     words = rows.view(num_panels, PANEL, depth, 4)

@@ -22,7 +22,7 @@ SIZES = st.one_of(st.integers(1, 3 * PANEL), st.sampled_from([PANEL, 2 * PANEL, 
 ROWS = st.one_of(st.integers(1, 3 * TILE_ROWS), st.integers(gemm.ROWS_MAX - 1, 2 * gemm.ROWS_MAX + 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=ROWS,
     outputs=SIZES,
