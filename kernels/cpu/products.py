@@ -143,6 +143,7 @@ def multiply_rows(
                 depth,
                 1 if resume else 0,
                 (panel, 0),
+                None,
             )
 
 
