@@ -207,13 +207,20 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def has_int8_products() -> bool:
+    """Whether this CPU has kernels for int8 weights (AVX-512 with VNNI)."""
+    found: bool = _implementation("cpu", "has_int8_products")()
+    return found
+
+
 def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, int8: bool = False
 ) -> PackedWeight:
     """The weight of a product, laid out for `multiply`. CPU only.
 
     weight  float32 [N, K]; bias float32 [N]
     gated   the first N / 2 outputs are gates of the others: see `reference.multiply`
+    int8    rounded: see `reference.quantised_multiply`; only where `has_int8_products`
     """
     if weight.dim() != 2 or weight.dtype != torch.float32 or (gated and weight.shape[0] % 2):
         raise ValueError(
@@ -221,7 +228,8 @@ def pack_weight(
         )
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
         raise ValueError(f"bias must be float32 [{weight.shape[0]}], got {bias.dtype} {tuple(bias.shape)}")
-    packed: PackedWeight = _implementation(weight.device.type, "pack_weight")(weight, bias, gated)
+    operation = "pack_int8_weight" if int8 else "pack_weight"
+    packed: PackedWeight = _implementation(weight.device.type, operation)(weight, bias, gated)
     return packed
 
 
@@ -230,10 +238,9 @@ def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 
     x float32 [T, K], last dimension contiguous. Returns a new float32 [T, weight.out_features].
     """
-    in_features = weight.panels.shape[1]
-    if x.dim() != 2 or x.shape[1] != in_features or x.dtype != torch.float32 or x.stride(1) != 1:
+    if x.dim() != 2 or x.shape[1] != weight.in_features or x.dtype != torch.float32 or x.stride(1) != 1:
         raise ValueError(
-            f"x must be float32 [T, {in_features}], rows contiguous, got {x.dtype} {tuple(x.shape)}"
+            f"x must be float32 [T, {weight.in_features}], rows contiguous, got {x.dtype} {tuple(x.shape)}"
         )
     out = x.new_empty(x.shape[0], weight.out_features)
     if x.shape[0]:

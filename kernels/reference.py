@@ -100,6 +100,36 @@ def multiply(
     return product.to(x.dtype)
 
 
+def quantised_multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    group_size: int,
+) -> torch.Tensor:
+    """`multiply` of rounded numbers, both float32.
+
+    Each output's weights are integers from -127 to 127 times one scale, and so are each row's numbers, which have a
+    scale for each of ceil(K / group_size) groups; these end at multiples of 4, as evenly as these allow.
+    """
+    in_features = x.shape[1]
+    words, per_group = -(-in_features // 4), group_size // 4
+    num_groups = -(-words // per_group)
+    ends = [min(4 * (words * (group + 1) // num_groups), in_features) for group in range(num_groups)]
+    groups = torch.tensor_split(x, ends[:-1], dim=1)
+    rounded = torch.cat([_rounded(group) for group in groups], dim=1)
+    return multiply(rounded, _rounded(weight).double(), bias, gated=gated).to(x.dtype)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """float64: the rows of x, float32, as integers times a scale each; rows below 1e-30 are zeros."""
+    peaks = x.abs().amax(dim=1, keepdim=True)
+    # Divided once: torch's 127 / peaks rounds twice, and a number in the middle would go the other way.
+    factors = torch.where(peaks > 1e-30, torch.tensor(127.0) / peaks, 0.0)
+    return (x * factors).round().double() * (peaks.double() / 127)
+
+
 def normalize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each row by its largest magnitude, and add a row that makes the whole range from -1 to 1.
 

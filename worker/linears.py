@@ -1,10 +1,11 @@
 """Matrix products with fixed weights, in the forms that run fastest here.
 
 Owns the forms and the choice among them. On a CPU weights are packed once into the layout that the code behind
-reads in order: our own kernel for float32, FBGEMM for float16 weights (widened to float32 as they are read, float32
-sums) and for int8. Measured, the packed form of a dtype was the fastest at every number of rows (docs/performance.md),
-so a weight is held in one form. In float32 a row's result is then the same to the last bit, however many rows stand
-beside it. Anything else (other devices, other dtypes) is `PlainLinear`.
+reads in order: our own kernel for float32 and, on CPUs with AVX-512 VNNI, for int8; FBGEMM for float16 weights (widened
+to float32 as they are read, float32 sums), and for int8 elsewhere. Measured, the packed form of a dtype was the fastest
+at every number of rows (docs/performance.md), so a weight is held in one form. By our own kernel a row's result is then
+the same to the last bit, however many rows stand beside it. Anything else (other devices, other dtypes) is
+`PlainLinear`.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """float32 throughout, by this project's own kernel (`kernels.cpu.gemm`).
+    """float32 throughout, or int8, by this project's own kernel (`kernels.cpu.gemm`).
 
     gated  the first half of the outputs are gates of the others: SiLU of them times these comes out
+    int8   int8 weights with a scale each output, int8 activations with a scale for each 64 of a row
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, int8: bool = False
+    ) -> None:
         self.in_features = weight.shape[1]
         self._weight = dispatch.pack_weight(
-            weight.detach(), None if bias is None else bias.detach(), gated=gated
+            weight.detach(), None if bias is None else bias.detach(), gated=gated, int8=int8
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +84,7 @@ class Float16Linear:
 
 
 class Int8Linear:
-    """int8 weights with a scale each output, int8 activations with a scale each row; FBGEMM.
+    """int8 weights with a scale each output, int8 activations with a scale each row; FBGEMM, for CPUs without VNNI.
 
     FBGEMM takes one scale for all rows of a call, from their range. Here every row is first divided by its largest
     magnitude and a row holding 1 and -1 is added, so that this range is always the same: rows do not disturb each
@@ -130,8 +134,10 @@ def make_linear(
     quantization  None: exact; "fp16" or "int8": see the classes; CPU only
     gated         SiLU of the first half of the outputs times the second half comes out
     """
-    if quantization is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
-        return PackedLinear(weight, bias, gated=gated)
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        int8 = quantization == "int8" and dispatch.has_int8_products()
+        if quantization is None or int8:
+            return PackedLinear(weight, bias, gated=gated, int8=int8)
     linear: Linear
     if quantization == "int8":
         linear = Int8Linear(weight, bias)

@@ -4,7 +4,6 @@ from octavo.kernels.cpu.ops import (
     copy_blocks,
     multiply,
     normalize_rows,
-    pack_weight,
     paged_attention,
     rms_norm,
     scale_rows,
@@ -15,11 +14,14 @@ from octavo.kernels.cpu.ops import (
     write_kv_rope,
     write_kv_rope_quantised,
 )
+from octavo.kernels.cpu.packing import has_int8_products, pack_int8_weight, pack_weight
 
 __all__ = [
     "copy_blocks",
+    "has_int8_products",
     "multiply",
     "normalize_rows",
+    "pack_int8_weight",
     "pack_weight",
     "paged_attention",
     "rms_norm",

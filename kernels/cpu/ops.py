@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.kernels.cpu import elementwise, gemm, kv_cache, quantised_kv, runtime
+from octavo.kernels.cpu import elementwise, gemm, int8, kv_cache, quantised_kv, runtime
 from octavo.kernels.cpu.attention import paged_attention_float32, paged_attention_kernel
-from octavo.kernels.cpu.tile import LINE, PANEL
+from octavo.kernels.cpu.packing import pack_weight
 from octavo.kernels.layer_cache import Scales
 from octavo.kernels.packed_weight import PackedWeight
 
@@ -252,38 +252,30 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
         )
 
 
-def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> PackedWeight:
-    """As `dispatch.pack_weight`."""
-    out_features, in_features = weight.shape
-    parts = weight.chunk(2) if gated else (weight,)
-    width = PANEL // len(parts)
-    out_features //= len(parts)
-    num_panels = -(-out_features // width)
-    storage = torch.zeros(num_panels * in_features * PANEL + LINE // 4)
-    skipped = -storage.data_ptr() % LINE // 4
-    panels = storage[skipped : skipped + num_panels * in_features * PANEL].view(
-        num_panels, in_features, PANEL
-    )
-    packed_bias = None if bias is None else torch.zeros(num_panels, PANEL)
-    for index, part in enumerate(parts):
-        columns = slice(index * width, (index + 1) * width)
-        for panel, rows in enumerate(part.split(width)):
-            panels[panel, :, columns][:, : len(rows)] = rows.T
-        if packed_bias is not None and bias is not None:
-            for panel, numbers in enumerate(bias.chunk(len(parts))[index].split(width)):
-                packed_bias[panel, columns][: len(numbers)] = numbers
-    return PackedWeight(panels, None if packed_bias is None else packed_bias.view(-1), out_features, gated)
-
-
 def multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
     """As `dispatch.multiply`."""
+    bias_at = 0 if weight.bias is None else weight.bias.data_ptr()
+    if weight.int8 is not None:
+        begins, scales = weight.int8
+        with runtime.parallel_section:
+            int8.multiply_int8_kernel(
+                x.shape[0],
+                weight.in_features,
+                (x.data_ptr(), x.stride(0)),
+                (weight.panels.data_ptr(), begins.data_ptr(), scales.data_ptr(), weight.out_features),
+                out.data_ptr(),
+                bias_at,
+                weight.gated,
+                runtime.thread_count(),
+            )
+        return
     with runtime.parallel_section:
         gemm.multiply_kernel(
             x.shape[0],
             (x.data_ptr(), x.stride(0)),
-            (weight.panels.data_ptr(), weight.panels.shape[1], weight.out_features),
+            (weight.panels.data_ptr(), weight.in_features, weight.out_features),
             out.data_ptr(),
-            0 if weight.bias is None else weight.bias.data_ptr(),
+            bias_at,
             weight.gated,
             runtime.thread_count(),
         )
@@ -336,7 +328,7 @@ def warm_up(dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: 
     )
     rms_norm(rows[:, 0], rows[0, 0], 1e-6, None, torch.empty_like(rows[:, 0]))
     silu_mul(rows.view(2, -1)[:, :2], torch.empty(2, 1, dtype=dtype))
-    multiply(torch.zeros(1, 8), pack_weight(torch.zeros(8, 8), None, False), torch.empty(1, 8))
+    multiply(torch.zeros(1, 8), pack_weight(torch.zeros(8, 8), None), torch.empty(1, 8))
     paged_attention(
         rows,
         kv[0, 0],

@@ -34,17 +34,20 @@ def intrinsic(function: Any) -> Any:
 LANES = 8
 
 
-def _has_avx512() -> bool:
-    """Whether kernels are compiled for a CPU with 32 registers of 16 lanes; NUMBA_CPU_FEATURES may say otherwise."""
+def _compiles_for(feature: str) -> bool:
+    """Whether kernels are compiled for a CPU with LLVM's `feature`; NUMBA_CPU_FEATURES may say otherwise than it is."""
     features: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
     if features is not None:
-        return "+avx512f" in features.split(",")
-    return bool(llvm.get_host_cpu_features().get("avx512f"))
+        return f"+{feature}" in features.split(",")
+    return bool(llvm.get_host_cpu_features().get(feature))
 
 
-HAS_AVX512 = _has_avx512()
+HAS_AVX512 = _compiles_for("avx512f")
+"""32 registers of 16 lanes."""
 WIDTH = 16 if HAS_AVX512 else LANES
 """Lanes of the CPU's registers."""
+HAS_VNNI = HAS_AVX512 and _compiles_for("avx512vnni")
+"""Sums of products of bytes, 64 at a time."""
 LOG2_E = 1.4426950408889634
 
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -218,6 +221,21 @@ def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count
 
 
 @intrinsic
+def vstore_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
+    """array[offset : offset + 8] = `value` + 128, rounded to integers; uint8. Meaningless for what does not fit."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # As in `vexp2`: the integer lands in the low bits.
+        bits = builder.bitcast(builder.fadd(args[2], floats(1.5 * 2.0**23)), _I32X8)
+        numbers = builder.trunc(builder.add(bits, _ints(128)), ir.VectorType(_I8, LANES))
+        place = address(context, builder, array, args[0], args[1], numbers.type)
+        builder.store(numbers, place).align = 1
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, f32x8), generate
+
+
+@intrinsic
 def vsplat(typing_context: Any, scalar: Any) -> Any:
     """`scalar`, rounded to float32, in every lane."""
 
@@ -252,6 +270,15 @@ vsub = _binary(lambda builder, a, b: builder.fsub(a, b))
 vmul = _binary(lambda builder, a, b: builder.fmul(a, b))
 vdiv = _binary(lambda builder, a, b: builder.fdiv(a, b))
 vmax = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    """|a| or |b|. As integers, magnitudes are in the same order, and NaN is behind infinity."""
+    one, other = (builder.and_(builder.bitcast(each, _I32X8), _ints(0x7FFFFFFF)) for each in (a, b))
+    return builder.bitcast(builder.select(builder.icmp_signed(">", one, other), one, other), _F32X8)
+
+
+vlarger = _binary(_larger)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -339,6 +366,7 @@ def _horizontal(combine: Any) -> Any:
 
 vsum_lanes = _horizontal(lambda builder, a, b: builder.fadd(a, b))
 vmax_lanes = _horizontal(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+vlarger_lane = _horizontal(_larger)
 
 # Pairs of lanes that change places when two rows of a matrix are halfway transposed, by step.
 _INTERLEAVE = (

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from octavo.kernels import dispatch
 from octavo.protos.errors import ConfigError
 from octavo.worker.accelerate import accelerate, probe_logits
 from octavo.worker.linears import (
     Float16Linear,
     Int8Linear,
+    Linear,
     LinearModule,
     PackedLinear,
     PlainLinear,
@@ -22,13 +24,25 @@ from octavo.worker.linears import (
 
 from .model_support import load
 
-FORMS = {PlainLinear: 1e-6, PackedLinear: 1e-5, Float16Linear: 1e-3, Int8Linear: 0.03}
+HAS_VNNI = dispatch.has_int8_products()
+needs_vnni = pytest.mark.skipif(
+    not HAS_VNNI, reason="this CPU has no AVX-512 VNNI: int8 products are FBGEMM's"
+)
+
+
+def own_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    return PackedLinear(weight, bias, int8=True)
+
+
+FORMS = {PlainLinear: 1e-6, PackedLinear: 1e-5, Float16Linear: 1e-3, Int8Linear: 0.03, own_int8: 0.02}
 """And how far from float32 each may be, relative to the length of the row."""
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_the_product(form: type, bias: bool) -> None:
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[needs_vnni] if form is own_int8 else []) for form in FORMS]
+)
+def test_every_form_is_the_product(form: Callable[..., Linear], bias: bool) -> None:
     torch.manual_seed(3)
     weight, own_bias = torch.randn(40, 24), torch.randn(40) if bias else None
     linear = form(weight, own_bias)
@@ -41,8 +55,10 @@ def test_every_form_is_the_product(form: type, bias: bool) -> None:
         assert ((got - expected).norm(dim=1) <= FORMS[form] * expected.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_neighbours_change_a_row_by_rounding_only(form: type) -> None:
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[needs_vnni] if form is own_int8 else []) for form in FORMS]
+)
+def test_neighbours_change_a_row_by_rounding_only(form: Callable[..., Linear]) -> None:
     torch.manual_seed(4)
     linear, x = form(torch.randn(40, 24), None), torch.randn(5, 24)
     crowd = torch.cat((x, 1e3 * torch.randn(40, 24)))
@@ -52,6 +68,20 @@ def test_neighbours_change_a_row_by_rounding_only(form: type) -> None:
 def test_int8_keeps_rows_of_zeros() -> None:
     linear = Int8Linear(torch.randn(8, 24), None)
     assert torch.equal(linear(torch.zeros(2, 24)), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=needs_vnni)])
+def test_int8_is_this_projects_kernel_where_the_cpu_has_it(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own:
+        monkeypatch.setattr(dispatch, "has_int8_products", lambda: False)
+    made = make_linear(torch.randn(16, 24), quantization="int8")
+    assert isinstance(made, PackedLinear if own else Int8Linear)
+    assert make_linear(torch.randn(16, 24), quantization="int8", gated=True)(torch.ones(1, 24)).shape == (
+        1,
+        8,
+    )
 
 
 def test_half_weights_stay_with_torch() -> None:
