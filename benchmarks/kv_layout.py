@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from octavo.kernels.cpu.products import accumulate
+from octavo.kernels.cpu.products import Matrix, accumulate, dot_rows
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.tiles import score_block
+from octavo.kernels.cpu.simd import LANES, vtranspose
+from octavo.kernels.cpu.tiles import FEW_ROWS
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 GROUP = HEADS // KV_HEADS
@@ -53,6 +54,16 @@ LAYOUTS = (
 
 
 @compiled()
+def transpose(keys: Matrix, transposed: Any) -> None:
+    """transposed[HEAD_DIM, BLOCK_SIZE] = keys[BLOCK_SIZE, HEAD_DIM].T"""
+    k, k_at, k_stride = keys
+    for slot in range(0, BLOCK_SIZE, LANES):
+        for d in range(0, HEAD_DIM, LANES):
+            source = k_at + slot * k_stride + d
+            vtranspose(k, source, k_stride, transposed, d * BLOCK_SIZE + slot, BLOCK_SIZE)
+
+
+@compiled()
 def products(
     queries: Any, rows: int, k: Any, k_strides: Any, v: Any, v_strides: Any, tables: Any, output: Any
 ) -> None:
@@ -69,20 +80,16 @@ def products(
             for block in tables[sequence]:
                 k_at = block * k_strides[0] + head * k_strides[1]
                 result = (scores, 0, BLOCK_SIZE)
-                if k_strides[2] == 1:
-                    scores[:] = 0.0
-                    accumulate(tile, (k, k_at, k_strides[3]), result, rows, BLOCK_SIZE, HEAD_DIM)
+                keys = (k, k_at, k_strides[2])
+                if rows <= FEW_ROWS and k_strides[2] != 1:
+                    dot_rows(tile, keys, result, rows, BLOCK_SIZE, HEAD_DIM, (k, k_at))
                 else:
-                    score_block(
-                        tile,
-                        (k, k_at, k_strides[2]),
-                        result,
-                        rows,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                        transposed,
-                        (k, k_at),
-                    )
+                    turned = (k, k_at, k_strides[3])
+                    if k_strides[2] != 1:
+                        transpose(keys, transposed)
+                        turned = (transposed, 0, BLOCK_SIZE)
+                    scores[:] = 0.0
+                    accumulate(tile, turned, result, rows, BLOCK_SIZE, HEAD_DIM)
                 values = (v, block * v_strides[0] + head * v_strides[1], v_strides[2])
                 accumulate(result, values, (output, at, HEAD_DIM), rows, HEAD_DIM, BLOCK_SIZE)
 

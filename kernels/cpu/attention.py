@@ -12,6 +12,14 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from octavo.kernels.cpu.lanes import (
+    attend_lanes,
+    begin_lanes,
+    end_lanes,
+    new_lanes,
+    number_lanes,
+    whole_lanes,
+)
 from octavo.kernels.cpu.memory import float32_at, int32_at
 from octavo.kernels.cpu.plan import (
     END,
@@ -28,7 +36,6 @@ from octavo.kernels.cpu.plan import (
     TOKEN,
     check_batch,
     plan_items,
-    tile_tokens,
 )
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
@@ -69,21 +76,24 @@ def attend_members(
     few: bool,
     table: Any,
     queries: Any,
+    lanes: Any,
     caches: tuple[Any, Any, Any, Any, bool],
     head: tuple[int, int, int, int, int],
     shape: tuple[int, int, int, int],
     window: int,
     cap: float,
     accumulated: tuple[Any, Any, Any],
-    scratch: tuple[Any, Any, Any, Any],
+    scratch: tuple[Any, Any, Any],
     upcoming: Any,
 ) -> None:
     """The rows of one item, loaded, against all their keys: those that members share in one walk for all of them.
 
-    head = (block, slot, block of the scales: strides; KV head; its offset in a block); the rest as in `attend`.
+    lanes: buffers of `attend_lanes`, for rows that are not few. head = (block, slot, block of the scales: strides; KV
+    head; its offset in a block); the rest as in `attend`.
     """
     block_stride, slot_stride, scale_stride, kv_head, head_at = head
     _, group, block_size, head_dim = shape
+    strides = (block_stride, slot_stride, scale_stride)
     output, maxima, sums = accumulated
     for member in range(members.shape[0]):
         first_row, own_table = members[member, ROW], table[members[member, SEQ]]
@@ -96,14 +106,19 @@ def attend_members(
             while last + 1 < members.shape[0] and members[last + 1, TOGETHER] > begin:
                 last += 1
                 end = min(end, members[last, TOGETHER])
-            alone = last == member
-            attend(
-                queries, members[last, ROW] + members[last, NUM_TOKENS] * group - first_row, few, group,
-                # All see all that they read together.
-                members[member, POSITION] if alone else end - 1,
-                caches, (block_stride, slot_stride, scale_stride), kv_head, head_at, own_table, block_size, head_dim,
-                (begin, end), window, cap, (output, maxima, sums, first_row), scratch, upcoming,
-            )  # fmt: skip
+            rows = members[last, ROW] + members[last, NUM_TOKENS] * group - first_row
+            # All see all that they read together.
+            position = members[member, POSITION] if last == member else end - 1
+            if few:
+                attend(
+                    queries, rows, group, position, caches, strides, kv_head, head_at, own_table, block_size,
+                    head_dim, (begin, end), window, cap, (output, maxima, sums, first_row), scratch, upcoming,
+                )  # fmt: skip
+            else:
+                attend_lanes(
+                    lanes, first_row, rows, position, caches, strides, kv_head, head_at, own_table, block_size,
+                    head_dim, (begin, end), window, cap, upcoming,
+                )  # fmt: skip
             begin = end
 
 
@@ -128,6 +143,21 @@ def find_first_keys(
 
 
 @compiled()
+def item_rows(plan: tuple[Any, Any], group: int) -> tuple[int, int]:
+    """The most rows of an item that are few in each sequence, and of one whose rows are not, in whole vectors."""
+    items, members = plan
+    few, many = 0, 0
+    for item in range(items.shape[0]):
+        last = items[item, END] - 1
+        rows = members[last, ROW] + members[last, NUM_TOKENS] * group
+        if items[item, FEW] != 0:
+            few = max(few, rows)
+        else:
+            many = max(many, whole_lanes(rows))
+    return few, many
+
+
+@compiled()
 def work(
     counter: Any,
     plan: tuple[Any, Any],
@@ -148,12 +178,14 @@ def work(
     window, scale, cap = options
     part_outputs, part_maxima, part_sums = parts
     depth = round_up(head_dim)
-    tile_rows = tile_tokens(group) * group
+    few_rows, many_rows = item_rows(plan, group)
+    tile_rows = max(few_rows, many_rows)
     queries = np.empty(tile_rows * depth, np.float32)
     output = np.empty(tile_rows * depth, np.float32)
     maxima = np.empty(tile_rows, np.float32)
-    sums = np.empty(tile_rows * LANES, np.float32)
-    scratch = new_scratch(tile_rows, block_size, head_dim)
+    sums = np.zeros(tile_rows * LANES, np.float32)
+    scratch = new_scratch(few_rows, block_size, head_dim)
+    lanes = new_lanes(many_rows, block_size, head_dim)
     # Scores in units of log2, so that the exponentials are powers of two.
     factor = np.float32(scale / cap if cap > 0.0 else scale * LOG2_E)
     cap_log2 = np.float32(cap * LOG2_E)
@@ -166,20 +198,28 @@ def work(
         # Taken early, to know which keys to ask for while this item's last values are read.
         ticket = fetch_add(counter, 1)
         find_first_keys(plan, min(ticket, num_tickets - 1), batch[0], kv_strides, shape, upcoming)
+        few = items[item, FEW] != 0
         rows = 0
         for member in range(own.shape[0]):
             tokens, rows = own[member, NUM_TOKENS], own[member, ROW]
             q_at = own[member, TOKEN] * q_strides[0] + kv_head * group * q_strides[1]
             load_queries(q, q_at, q_strides[0], q_strides[1], tokens, group, head_dim, factor, queries, rows)
+            if not few:
+                number_lanes(lanes, rows, tokens, group)
             rows += tokens * group
-        maxima[:rows] = -np.inf
-        sums[: rows * LANES] = 0.0
-        output[: rows * depth] = 0.0
+        if few:
+            maxima[:rows] = -np.inf
+            sums[: rows * LANES] = 0.0
+            output[: rows * depth] = 0.0
+        else:
+            begin_lanes(lanes, queries, rows, depth)
         head = (kv_strides[0], kv_strides[2], kv_strides[3], kv_head, kv_head * kv_strides[1])
         attend_members(
-            own, items[item, KEY_BEGIN], items[item, FEW] != 0, batch[0], queries, caches, head, shape, window,
-            cap_log2, (output, maxima, sums), scratch, upcoming,
+            own, items[item, KEY_BEGIN], few, batch[0], queries, lanes, caches, head, shape, window, cap_log2,
+            (output, maxima, sums), scratch, upcoming,
         )  # fmt: skip
+        if not few:
+            end_lanes(lanes, rows, depth, (output, maxima, sums))
         for member in range(own.shape[0]):
             first_row, rows = own[member, ROW], own[member, NUM_TOKENS] * group
             if own[member, PART] < 0:

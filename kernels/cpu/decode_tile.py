@@ -16,9 +16,8 @@ from llvmlite import ir
 from numba import types
 
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import HAS_AVX512, cgutils, intrinsic, multiply_add
+from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, cgutils, intrinsic, multiply_add
 
-WIDTH = 16 if HAS_AVX512 else 8
 _KEYS = 4
 """Whose scores are summed up lane by lane together: four of float32 are what is stored at once."""
 _STRIP = 4

@@ -5,8 +5,8 @@ Owns what an item is. Knows nothing of queries, keys or threads.
 An item is a tile of query rows against a range of keys; its rows belong to one or several members. A member is a run of
 tokens of one sequence, each with the query heads that share a KV head:
 
-- Of a long chunk, `TILE_ROWS` rows against all keys that they see; alone in its item.
-- Of a sequence with no more rows than one tile (a decode, a short chunk), all rows against a part of its keys, cut at
+- Of a long chunk, up to `CHUNK_ROWS` rows against all keys that they see; alone in its item.
+- Of a sequence with up to `TILE_ROWS` (a decode, a short chunk), all rows against a part of its keys, cut at
   multiples of `SPLIT_KEYS`; the parts are merged as in Flash-Decoding (Dao and others, 2023).
 
 Short sequences whose block tables begin alike come into one item, which reads the keys that they share once for all.
@@ -23,13 +23,19 @@ from typing import Any
 
 import numpy as np
 
+from octavo.kernels.cpu.lanes import whole_lanes
 from octavo.kernels.cpu.runtime import compiled
+from octavo.kernels.cpu.simd import WIDTH
 from octavo.kernels.cpu.tiles import FEW_ROWS, key_tile_blocks
 
 TILE_ROWS = 48
-"""Query rows of a tile, at most, unless one token has more heads than that on one KV head."""
+"""Query rows of a short sequence, at most, unless one token has more heads than that on one KV head; of a tile of rows
+that are few in each sequence; and of a long chunk's tiles where larger ones would be too few for the threads."""
+CHUNK_ROWS = 192
+"""Query rows of a tile of a long chunk, at most, and of an item of short chunks that share keys. Keys are brought
+together once a tile."""
 SPLIT_KEYS = 512
-"""Keys of an item of a short sequence, in whole blocks."""
+"""Keys of an item of a short sequence, in whole key tiles."""
 COMPARED = 16
 """Entries of two block tables that are compared at once."""
 
@@ -145,25 +151,36 @@ def set_member(
 
 
 @compiled()
+def chunk_tokens(tokens: int, tokens_max: int, group: int) -> int:
+    """Tokens of each tile of a long chunk: even shares of its tokens, up to about `tokens_max`, in whole vectors of
+    rows."""
+    tiles = (tokens + tokens_max - 1) // tokens_max
+    taken = (tokens + tiles - 1) // tiles
+    while taken * group % WIDTH != 0:
+        taken += 1
+    return taken
+
+
+@compiled()
 def add_long_chunks(
-    cu_seqlens_q: Any, context_lens: Any, group: int, window: int, items: Any, members: Any
+    cu_seqlens_q: Any, context_lens: Any, group: int, window: int, tokens_max: int, items: Any, members: Any
 ) -> int:
-    """Items of the sequences with more rows than one tile; returns their number, which is that of their members.
+    """Items of the sequences with more rows than a short one; returns their number, which is that of their members.
 
     The last and heaviest tile of each comes first: what is left at the end is small.
     """
-    per_tile = tile_tokens(group)
     count = 0
     for s in range(context_lens.shape[0]):
         tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
-        if tokens <= per_tile:
+        if tokens <= tile_tokens(group):
             continue
+        per_tile = chunk_tokens(tokens, tokens_max, group)
         for tile in range((tokens + per_tile - 1) // per_tile - 1, -1, -1):
             token = tile * per_tile
             taken = min(per_tile, tokens - token)
             position = context_lens[s] - tokens + token
             begin = first_key(position + taken, taken, window)
-            set_item(items, count, count, count + 1, begin, taken * group <= FEW_ROWS)
+            set_item(items, count, count, count + 1, begin, False)
             rows = (s, cu_seqlens_q[s] + token, taken, 0)
             set_member(members, count, rows, (position, position + taken, begin))
             count += 1
@@ -219,27 +236,32 @@ def plan_items(
 
     Members come together in so many items that, if there are rows enough, `items_min` are left.
     """
-    per_tile = tile_tokens(group)
-    split = max(1, SPLIT_KEYS // block_size) * block_size
     key_tile = key_tile_blocks(block_size) * block_size
+    split = max(1, SPLIT_KEYS // key_tile) * key_tile
     cuts, part_rows, all_rows = cut_keys(cu_seqlens_q, context_lens, group, window, split)
-    rows_max = min(per_tile * group, all_rows // items_min)
+    # Rows of long chunks; their tiles are as large as leaves `items_min`.
+    long_rows = 0
+    for s in range(context_lens.shape[0]):
+        if cuts[s, 0] == 0:
+            long_rows += (cu_seqlens_q[s + 1] - cu_seqlens_q[s]) * group
+    per_tile = min(max(1, CHUNK_ROWS // group), max(tile_tokens(group), long_rows // items_min // group))
     # Whole blocks that all rows of a sequence see, which are those that it can read together with others.
     visible = np.zeros(context_lens.shape[0], np.int64)
     most, parts_max = 0, 0
     for s in range(context_lens.shape[0]):
         tokens = cu_seqlens_q[s + 1] - cu_seqlens_q[s]
-        most += max(cuts[s, 0], (tokens + per_tile - 1) // per_tile)
+        most += cuts[s, 0] if cuts[s, 0] > 0 else (tokens + per_tile - 1) // per_tile
         parts_max = max(parts_max, context_lens[s] // split + 1)
         if window <= 0:
             visible[s] = (context_lens[s] - tokens + 1) // block_size
     items = np.empty((most, ITEM_FIELDS), np.int64)
     members = np.empty((most, MEMBER_FIELDS), np.int64)
-    num_items = add_long_chunks(cu_seqlens_q, context_lens, group, window, items, members)
+    num_items = add_long_chunks(cu_seqlens_q, context_lens, group, window, per_tile, items, members)
     num_members = num_items
     for few in (True, False):
         short = short_sequences(cu_seqlens_q, cuts, group, few)
         order, leading = in_order(block_tables, visible, short)
+        rows_max = min(tile_tokens(group) * group if few else CHUNK_ROWS, all_rows // items_min)
         for part in range(parts_max):
             alike, rows = 0, 0
             for i in range(order.shape[0]):
@@ -264,6 +286,6 @@ def plan_items(
                 if cuts[s, 0] > 1:
                     members[num_members, PART] = cuts[s, 1] + (part - first // split) * tokens * group
                 num_members += 1
-                rows += tokens * group
+                rows += tokens * group if few else whole_lanes(tokens * group)
                 alike = visible[s]
     return items[:num_items], members[:num_members], cuts, part_rows

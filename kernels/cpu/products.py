@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.kernels.cpu.decode_tile import ROWS, STRIP, WIDTH, dot_few, weigh_few
+from octavo.kernels.cpu.decode_tile import ROWS, STRIP, dot_few, weigh_few
 from octavo.kernels.cpu.memory import line_elements, prefetch
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
     LANES,
+    WIDTH,
     vfma,
     vload,
     vload_splat,
@@ -23,7 +24,6 @@ from octavo.kernels.cpu.simd import (
     vstore,
     vsum_each,
 )
-from octavo.kernels.cpu.tile import PANEL, TILE_ROWS, multiply_tile
 
 Matrix = tuple[Any, int, int]
 """(flat array, offset of [0, 0], row stride)"""
@@ -119,32 +119,6 @@ def accumulate(left: Matrix, right: Matrix, result: Matrix, rows: int, columns: 
             vstore(c, c0, c00)
             column += LANES
         row += 1
-
-
-@compiled()
-def multiply_rows(
-    left: Matrix, right: Matrix, result: Matrix, rows: int, columns: int, depth: int, resume: bool
-) -> None:
-    """result[rows, columns] = left[rows, depth] @ right[depth, columns], added to it if `resume`; for many rows.
-
-    `columns` is a multiple of `PANEL`. Every element is summed in the order of depth, whatever stands beside it.
-    """
-    a, a_at, a_stride = left
-    b, b_at, b_stride = right
-    c, c_at, c_stride = result
-    for column in range(0, columns, PANEL):
-        panel = b.ctypes.data + (b_at + column) * 4
-        for row in range(0, rows, TILE_ROWS):
-            multiply_tile(
-                min(TILE_ROWS, rows - row),
-                (a.ctypes.data + (a_at + row * a_stride) * 4, a_stride),
-                (panel, b_stride),
-                (c.ctypes.data + (c_at + row * c_stride + column) * 4, c_stride),
-                depth,
-                1 if resume else 0,
-                (panel, 0),
-                None,
-            )
 
 
 @compiled()

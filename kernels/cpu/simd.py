@@ -1,8 +1,9 @@
-"""Eight float32 lanes as a numba value, and the operations on them that the CPU kernels are written in.
+"""Float32 vectors as numba values, and the operations on them that the CPU kernels are written in.
 
 numba's own loops leave it to LLVM's vectoriser to find the vectors, which then keeps no accumulator in a
 register across a loop. Here a kernel says which registers it wants; LLVM still chooses the instructions: two
-SSE or NEON halves, one AVX register. Owns no algorithm beyond exp2 and in-register shuffles.
+SSE or NEON halves, one AVX register. Vectors have eight lanes; those of `wide` are as long as the CPU's, and arithmetic
+takes both. Owns no algorithm beyond exp2 and in-register shuffles.
 
 Loads and stores take a one-dimensional C-contiguous array and an element offset, unaligned and unchecked. An
 array's dtype names its number format: float32 and int8 are themselves, uint16 holds bfloat16 bits, int16 float16 bits
@@ -43,6 +44,8 @@ def _compiles_for(feature: str) -> bool:
 
 HAS_AVX512 = _compiles_for("avx512f")
 """32 registers of 16 lanes."""
+WIDTH = 16 if HAS_AVX512 else LANES
+"""Lanes of the CPU's registers."""
 HAS_VNNI = HAS_AVX512 and _compiles_for("avx512vnni")
 """Sums of products of bytes, 64 at a time."""
 LOG2_E = 1.4426950408889634
@@ -52,44 +55,51 @@ _F32X8, _I32X8 = (ir.VectorType(lane, LANES) for lane in (_F32, _I32))
 _FUSE = ("contract",)
 
 
-class _Vector(types.Type):
-    pass
+class Vector(types.Type):
+    """The numba type of `lanes` float32 numbers."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(f"octavo_f32x{lanes}")
+        self.lanes = lanes
 
 
-f32x8: Any = _Vector("octavo_f32x8")
+f32x8: Any = Vector(LANES)
 
 
-@register_model(_Vector)
+@register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _F32X8)
+        super().__init__(manager, numba_type, ir.VectorType(_F32, numba_type.lanes))
 
 
-def _floats(value: float) -> ir.Constant:
-    return ir.Constant(_F32X8, [value] * LANES)
+def floats(value: float, lanes: int = LANES) -> ir.Constant:
+    """LLVM's constant of `lanes` numbers."""
+    return ir.Constant(ir.VectorType(_F32, lanes), [value] * lanes)
 
 
-def _ints(value: int) -> ir.Constant:
-    return ir.Constant(_I32X8, [value] * LANES)
+def _ints(value: int, lanes: int = LANES) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I32, lanes), [value] * lanes)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    lane_type = ir.VectorType(scalar.type, LANES)
-    first = builder.insert_element(ir.Constant(lane_type, ir.Undefined), scalar, _I32(0))
-    return builder.shuffle_vector(first, ir.Constant(lane_type, ir.Undefined), _ints(0))
+def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """LLVM's vector of `lanes` times `scalar`."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, _I32(0))
+    return builder.shuffle_vector(first, undefined, _ints(0, lanes))
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(_I32X8, lanes))
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: ir.Type) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, pointee: ir.Type) -> Any:
+    """Of array[offset], as LLVM's pointer to `pointee`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [offset]), pointee.as_pointer())
 
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, loaded: ir.Type) -> Any:
-    value = builder.load(_address(context, builder, array_type, array, offset, loaded))
+    value = builder.load(address(context, builder, array_type, array, offset, loaded))
     value.align = array_type.dtype.bitwidth // 8
     return value
 
@@ -109,7 +119,7 @@ def _widen(builder: Any, bits: Any, dtype: Any) -> Any:
     sign_mask, mantissa_shift, bias = (0x80, 20, 7) if dtype == types.uint8 else (0x8000, 13, 15)
     sign = builder.shl(builder.and_(wide, _ints(sign_mask)), _ints(32 - sign_mask.bit_length()))
     magnitude = builder.shl(builder.and_(wide, _ints(sign_mask - 1)), _ints(mantissa_shift))
-    factor = _floats(2.0 ** (127 - bias))
+    factor = floats(2.0 ** (127 - bias))
     value = builder.bitcast(builder.fmul(builder.bitcast(magnitude, _F32X8), factor), _I32X8)
     if dtype == types.int16:
         special = builder.icmp_unsigned(">=", magnitude, _ints(0x7C00 << 13))
@@ -165,7 +175,7 @@ def vload_lanes(typing_context: Any, array: Any, offset: Any, count: Any) -> Any
         builder.store(ir.Constant(vector_type, None), slot)
         first = builder.bitcast(slot, lane_type.as_pointer())
         size = ir.IntType(64)(array.dtype.bitwidth // 8)
-        source = _address(context, builder, array, args[0], args[1], lane_type)
+        source = address(context, builder, array, args[0], args[1], lane_type)
         cgutils.raw_memcpy(builder, first, source, args[2], size)
         value = builder.load(slot)
         return value if lane_type is _F32 else _widen(builder, value, array.dtype)
@@ -178,7 +188,7 @@ def vload_splat(typing_context: Any, array: Any, offset: Any) -> Any:
     """array[offset], float32, in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, _load(context, builder, array, args[0], args[1], _F32))
+        return splat(builder, _load(context, builder, array, args[0], args[1], _F32))
 
     return f32x8(array, types.intp), generate
 
@@ -188,7 +198,7 @@ def vstore(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
     """array[offset : offset + 8] = value; the array is float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store = builder.store(args[2], _address(context, builder, array, args[0], args[1], _F32X8))
+        store = builder.store(args[2], address(context, builder, array, args[0], args[1], _F32X8))
         store.align = 4
         return context.get_dummy_value()
 
@@ -202,7 +212,7 @@ def vstore_lanes(typing_context: Any, array: Any, offset: Any, value: Any, count
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         slot = cgutils.alloca_once(builder, _F32X8)
         builder.store(args[2], slot)
-        target = _address(context, builder, array, args[0], args[1], _F32)
+        target = address(context, builder, array, args[0], args[1], _F32)
         source = builder.bitcast(slot, _F32.as_pointer())
         cgutils.raw_memcpy(builder, target, source, args[3], ir.IntType(64)(4))
         return context.get_dummy_value()
@@ -216,9 +226,9 @@ def vstore_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> An
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # As in `vexp2`: the integer lands in the low bits.
-        bits = builder.bitcast(builder.fadd(args[2], _floats(1.5 * 2.0**23)), _I32X8)
+        bits = builder.bitcast(builder.fadd(args[2], floats(1.5 * 2.0**23)), _I32X8)
         numbers = builder.trunc(builder.add(bits, _ints(128)), ir.VectorType(_I8, LANES))
-        place = _address(context, builder, array, args[0], args[1], numbers.type)
+        place = address(context, builder, array, args[0], args[1], numbers.type)
         builder.store(numbers, place).align = 1
         return context.get_dummy_value()
 
@@ -230,9 +240,19 @@ def vsplat(typing_context: Any, scalar: Any) -> Any:
     """`scalar`, rounded to float32, in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, args[0])
+        return splat(builder, args[0])
 
     return f32x8(types.float32), generate
+
+
+@intrinsic
+def vsplat_like(typing_context: Any, vector: Any, scalar: Any) -> Any:
+    """`scalar`, rounded to float32, in every lane of a vector as long as `vector`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return splat(builder, args[1], vector.lanes)
+
+    return vector(vector, types.float32), generate
 
 
 def _binary(generate_binary: Any) -> Any:
@@ -240,7 +260,7 @@ def _binary(generate_binary: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return generate_binary(builder, args[0], args[1])
 
-        return f32x8(f32x8, f32x8), generate
+        return a(a, a), generate
 
     return intrinsic(typed)
 
@@ -274,7 +294,7 @@ def vfma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return multiply_add(builder, *args)
 
-    return f32x8(f32x8, f32x8, f32x8), generate
+    return a(a, a, a), generate
 
 
 @intrinsic
@@ -283,47 +303,49 @@ def vkeep(typing_context: Any, value: Any, first: Any, last: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = ir.Constant(_I32X8, list(range(LANES)))
-        low, high = (_splat(builder, builder.trunc(bound, _I32)) for bound in args[1:])
+        low, high = (splat(builder, builder.trunc(bound, _I32)) for bound in args[1:])
         inside = builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
-        return builder.select(inside, args[0], _floats(float("-inf")))
+        return builder.select(inside, args[0], floats(float("-inf")))
 
     return f32x8(f32x8, types.intp, types.intp), generate
 
 
-# 2**f on [-0.5, 0.5], Taylor terms ln(2)**k / k!, k = 7 .. 0: the first one left out is below 5e-9.
-_LN_2 = 0.6931471805599453
-
-
-def _exp2_terms() -> list[float]:
-    term, terms = 1.0, []
-    for k in range(8):
-        terms.append(term)
-        term *= _LN_2 / (k + 1)
-    return terms[::-1]
+# Of 2**f on [-0.5, 0.5], the highest power first: the polynomial of that degree with the smallest relative error, 2e-9,
+# among those that are 1 at 0. Taylor's takes one more term to come below 5e-9.
+_EXP2_TERMS = (
+    1.5353362e-4,
+    1.3398875e-3,
+    9.6184374e-3,
+    5.5503325e-2,
+    0.24022648,
+    0.6931472,
+    1.0,
+)
 
 
 @intrinsic
 def vexp2(typing_context: Any, x: Any) -> Any:
-    """2**x for x < 128, within 2 units in the last place; 0 for x <= -127; NaN stays NaN.
+    """2**x for x < 128, within 2 units in the last place; 0 for x < -126; NaN stays NaN.
 
-    Splits x into the nearest integer, which becomes an exponent, and a rest in [-0.5, 0.5] for a polynomial.
+    Splits x into the nearest integer, which is added to the exponent, and a rest in [-0.5, 0.5] for a polynomial.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        too_small = builder.fcmp_ordered("<", args[0], _floats(-127.0))
-        clamped = builder.select(too_small, _floats(-127.0), args[0])
+        lanes = x.lanes
         # Adding 1.5 * 2**23 leaves no room for a fraction: the integer lands in the low bits, rounded.
-        shifter = _floats(1.5 * 2.0**23)
-        shifted = builder.fadd(clamped, shifter)
-        rest = builder.fsub(clamped, builder.fsub(shifted, shifter))
-        terms = _exp2_terms()
-        power = _floats(terms[0])
-        for term in terms[1:]:
-            power = multiply_add(builder, power, rest, _floats(term))
-        exponent = builder.shl(builder.add(builder.bitcast(shifted, _I32X8), _ints(127)), _ints(23))
-        return builder.fmul(power, builder.bitcast(exponent, _F32X8))
+        shifter = floats(1.5 * 2.0**23, lanes)
+        shifted = builder.fadd(args[0], shifter)
+        rest = builder.fsub(args[0], builder.fsub(shifted, shifter))
+        power, *terms = (floats(term, lanes) for term in _EXP2_TERMS)
+        for term in terms:
+            power = multiply_add(builder, power, rest, term)
+        bits = ir.VectorType(_I32, lanes)
+        exponent = builder.shl(builder.bitcast(shifted, bits), _ints(23, lanes))
+        scaled = builder.bitcast(builder.add(builder.bitcast(power, bits), exponent), power.type)
+        too_small = builder.fcmp_ordered("<", args[0], floats(-126.0, lanes))
+        return builder.select(too_small, floats(0.0, lanes), scaled)
 
-    return f32x8(f32x8), generate
+    return x(x), generate
 
 
 def _horizontal(combine: Any) -> Any:
@@ -401,7 +423,7 @@ def vtranspose(
                     swapped[row | distance] = _shuffle(builder, rows[row], rows[row | distance], high)
             rows = swapped
         for row in range(LANES):
-            place = _address(context, builder, target, args[3], row_offset(args[4], args[5], row), _F32X8)
+            place = address(context, builder, target, args[3], row_offset(args[4], args[5], row), _F32X8)
             builder.store(rows[row], place).align = 4
         return context.get_dummy_value()
 
@@ -414,7 +436,7 @@ def fetch_add(typing_context: Any, counter: Any, amount: Any) -> Any:
     """Add to counter[0], an int64 array, atomically; the value before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, counter, args[0], ir.IntType(64)(0), ir.IntType(64))
+        place = address(context, builder, counter, args[0], ir.IntType(64)(0), ir.IntType(64))
         return builder.atomic_rmw("add", place, args[1], "monotonic")
 
     return types.int64(counter, types.int64), generate

@@ -20,10 +20,8 @@ from numba.extending import overload
 
 from octavo.kernels.cpu.products import (
     Matrix,
-    accumulate,
     accumulate_few,
     dot_rows,
-    multiply_rows,
     prefetch_block,
 )
 from octavo.kernels.cpu.runtime import compiled
@@ -41,18 +39,17 @@ from octavo.kernels.cpu.simd import (
     vmax_lanes,
     vmul,
     vsplat,
+    vsplat_like,
     vstore,
     vstore_lanes,
     vsub,
-    vtranspose,
 )
-from octavo.kernels.cpu.tile import PANEL
 
 KEY_TILE = 64
 """Keys between two updates of the running maximum, in whole blocks."""
 FEW_ROWS = 8
-"""Up to so many rows of a sequence, dot products read keys as they lie; above, transposing them first pays. The two add
-up in other orders, so rows keep to the way of their sequence whatever is beside them."""
+"""Up to so many rows of a sequence their scores are dot products with keys as they lie; above, rows have lanes of their
+own, see `lanes`. The two add up in other orders, so rows keep to the way of their sequence whatever is beside them."""
 
 
 @compiled()
@@ -143,12 +140,12 @@ def _compile_block_scale(scales: Any, at: int) -> Any:
 @compiled()
 def soft_cap(scores: Any, cap: float) -> Any:
     """cap * tanh(scores), in float32: tanh(x) = 1 - 2 / (exp(2 x) + 1), infinities included."""
-    one = vsplat(1.0)
+    zero, one, two = vsplat_like(scores, 0.0), vsplat_like(scores, 1.0), vsplat_like(scores, 2.0)
     # exp2 is valid below 128, and tanh is 1 in float32 long before.
-    limit = vsplat(-20.0)
-    bounded = vmax(limit, vsub(vsplat(0.0), vmax(limit, vsub(vsplat(0.0), scores))))
-    power = vexp2(vmul(bounded, vsplat(2.0 * LOG2_E)))
-    return vmul(vsplat(cap), vsub(one, vdiv(vsplat(2.0), vadd(power, one))))
+    limit = vsplat_like(scores, -20.0)
+    bounded = vmax(limit, vsub(zero, vmax(limit, vsub(zero, scores))))
+    power = vexp2(vmul(bounded, vsplat_like(scores, 2.0 * LOG2_E)))
+    return vmul(vsplat_like(scores, cap), vsub(one, vdiv(two, vadd(power, one))))
 
 
 @compiled()
@@ -208,61 +205,20 @@ def update_softmax(
 
 
 @compiled()
-def transpose_keys(keys: Matrix, padded: int, depth: int, transposed: Matrix) -> None:
-    """transposed[depth, padded] = keys[padded, depth].T, for one block of keys."""
-    k, k_at, k_stride = keys
-    target, target_at, target_stride = transposed
-    for slot in range(0, padded, LANES):
-        for d in range(0, depth, LANES):
-            place = target_at + d * target_stride + slot
-            vtranspose(k, k_at + slot * k_stride + d, k_stride, target, place, target_stride)
-
-
-@compiled()
-def score_block(
-    queries: Matrix,
-    keys: Matrix,
-    scores: Matrix,
-    rows: int,
-    padded: int,
-    depth: int,
-    few: bool,
-    transposed: Any,
-    ahead: tuple[Any, int],
-) -> None:
-    """scores[rows, padded] = queries[rows, depth] @ keys[padded, depth].T, for one block of keys.
-
-    few: by dot products, see `FEW_ROWS`. ahead = (array, offset) of a block of the same size that is wanted next.
-    """
-    if few:
-        dot_rows(queries, keys, scores, rows, padded, depth, ahead)
-        return
-    prefetch_block(ahead[0], ahead[1], padded * depth)
-    transpose_keys(keys, padded, depth, (transposed, 0, padded))
-    values, values_at, values_stride = scores
-    for row in range(rows):
-        values[values_at + row * values_stride : values_at + row * values_stride + padded] = 0.0
-    accumulate(queries, (transposed, 0, padded), scores, rows, padded, depth)
-
-
-@compiled()
-def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, Any, Any]:
-    """Buffers of `attend`: scores of a key tile, one block of keys, one of values, and a key tile's keys transposed.
+def new_scratch(rows: int, block_size: int, head_dim: int) -> tuple[Any, Any, Any]:
+    """Buffers of `attend`: scores of a key tile, one block of keys, and one of values.
 
     Of a widened block only its own slots are written; zeros keep the rest from being read unset.
     """
     block = round_up(block_size) * round_up(head_dim)
-    blocks = key_tile_blocks(block_size)
-    scores = np.empty(rows * blocks * round_up(block_size), np.float32)
-    transposed = np.zeros(blocks * block, np.float32)
-    return scores, np.zeros(block, np.float32), np.zeros(block, np.float32), transposed
+    scores = np.empty(rows * key_tile_blocks(block_size) * round_up(block_size), np.float32)
+    return scores, np.zeros(block, np.float32), np.zeros(block, np.float32)
 
 
 @compiled()
 def attend(
     queries: Any,
     rows: int,
-    few: bool,
     group: int,
     position: int,
     caches: tuple[Any, Any, Any, Any, bool],
@@ -276,13 +232,13 @@ def attend(
     window: int,
     cap: float,
     accumulated: tuple[Any, Any, Any, int],
-    scratch: tuple[Any, Any, Any, Any],
+    scratch: tuple[Any, Any, Any],
     upcoming: Any,
 ) -> None:
-    """Rows of one tile against the keys seen = (begin, end), for one KV head.
+    """Rows of one tile, few of each sequence, against the keys seen = (begin, end), for one KV head.
 
     queries [tile rows, padded head_dim] from `load_queries`; row r of these is the token at `position` + r // group.
-    few: see `FEW_ROWS`. caches = (k, v, k_scales, v_scales, signed) flat, the scales None but for quantised ones, whose
+    caches = (k, v, k_scales, v_scales, signed) flat, the scales None but for quantised ones, whose
     bytes are int8 if signed; strides = (block, slot, block of the scales), head_at = offset of the head in a block,
     table [M] names the blocks.
     accumulated = (output [tile rows, padded head_dim], maxima [tile rows], sums [tile rows, 8], one partial sum a lane,
@@ -295,7 +251,7 @@ def attend(
     """
     k, v, k_scales, v_scales, signed = caches
     block_stride, slot_stride, scale_stride = strides
-    scores, wide_k, wide_v, transposed = scratch
+    scores, wide_k, wide_v = scratch
     output, _, _, first_row = accumulated
     depth, padded = round_up(head_dim), round_up(block_size)
     # Read in place, unless it is in another format or vectors would run over the end of a row or a block.
@@ -306,8 +262,6 @@ def attend(
     tile_blocks = key_tile_blocks(block_size)
     stride = tile_blocks * padded
     own = first_row * depth
-    # The products of many rows, where the sizes allow, go a key tile at a time.
-    by_tile = not few and stride % PANEL == 0 and depth % PANEL == 0
     end_block = (seen[1] + block_size - 1) // block_size
     for block in range(seen[0] // block_size, end_block, tile_blocks):
         num_blocks = min(tile_blocks, end_block - block)
@@ -319,32 +273,8 @@ def attend(
                 widen((k, at, slot_stride), wide_k, depth, block_size, head_dim, scale, signed)
                 at = 0
             keys = (keys_at_hand, at, row_stride)
-            if by_tile:
-                prefetch_block(values_ahead[0], values_ahead[1], padded * depth)
-                transpose_keys(keys, padded, depth, (transposed, i * padded, stride))
-                continue
-            score_block(
-                (queries, own, depth),
-                keys,
-                (scores, i * padded, stride),
-                rows,
-                padded,
-                depth,
-                few,
-                transposed,
-                values_ahead,
-            )
-        if by_tile:
-            columns = (num_blocks * padded + PANEL - 1) // PANEL * PANEL
-            multiply_rows(
-                (queries, own, depth),
-                (transposed, 0, stride),
-                (scores, 0, stride),
-                rows,
-                columns,
-                depth,
-                False,
-            )
+            result = (scores, i * padded, stride)
+            dot_rows((queries, own, depth), keys, result, rows, padded, depth, values_ahead)
         if block + tile_blocks >= end_block:
             # The values of a short last tile are too few to ask for all of these between them.
             for i in range(num_blocks, tile_blocks):
@@ -366,14 +296,7 @@ def attend(
                 widen((v, at, slot_stride), wide_v, depth, count, head_dim, scale, signed)
                 at = 0
             weights, values = (scores, i * padded + low, stride), (values_at_hand, at, row_stride)
-            if by_tile:
-                prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
-                multiply_rows(weights, values, (output, own, depth), rows, depth, count, True)
-            elif few:
-                accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
-            else:
-                prefetch_block(keys_ahead[0], keys_ahead[1], count * depth)
-                accumulate(weights, values, (output, own, depth), rows, depth, count)
+            accumulate_few(weights, values, (output, own, depth), rows, depth, count, keys_ahead)
 
 
 @compiled()

@@ -130,6 +130,32 @@ def test_d10_neighbours_and_threads_change_no_bit(options: dict[str, object]) ->
         assert torch.equal(alone, together[batch.rows(s)])
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 90}])
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_the_tiles_of_a_chunk_change_no_bit(options: dict[str, object], block_size: int) -> None:
+    # Beside the others the first chunk is one tile; alone it is cut, for every thread to have some.
+    cases = [(53, 300), (400, 410), (200, 205), (30, 700)]
+    batch = ragged_batch(cases, Shape(heads=6, kv_heads=2, head_dim=32, block_size=block_size), seed=4)
+    together = dispatch.paged_attention(**batch.arguments(), **options)
+    for s, _ in enumerate(cases):
+        alone = dispatch.paged_attention(**batch.sequence(s).arguments(), **options)
+        assert torch.equal(alone, together[batch.rows(s)])
+    assert_matches_oracle(batch, **options)
+
+
+def test_nan_of_one_chunk_stays_there() -> None:
+    shape = Shape(heads=9, kv_heads=3, head_dim=64)
+    batch = ragged_batch([(40, 200)] * 2 + [(10, 200)] * 3, shape)
+    batch.block_tables[1:, :8] = batch.block_tables[0, :8]
+    for s in (0, 3):
+        batch.v_cache[batch.block_tables[s, 10], :, 3] = float("nan")
+        batch.k_cache[batch.block_tables[s, 11], :, 3] = float("nan")
+    actual = dispatch.paged_attention(**batch.arguments())
+    for s in range(5):
+        assert actual[batch.rows(s)].isnan().all() == (s in (0, 3))
+        assert actual[batch.rows(s)].isnan().any() == (s in (0, 3))
+
+
 def test_rows_of_padding_are_left_alone() -> None:
     batch = ragged_batch([(2, 9), (1, 30)])
     batch.q = torch.cat([batch.q, torch.full_like(batch.q[:2], float("nan"))])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.kernels.cpu.decode_tile import ROWS, STRIP, WIDTH, dot_few, weigh_few
+from octavo.kernels.cpu.decode_tile import ROWS, STRIP, dot_few, weigh_few
 from octavo.kernels.cpu.runtime import compiled
+from octavo.kernels.cpu.simd import WIDTH
 
 
 @compiled()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.kernels.cpu import simd
+from octavo.kernels.cpu import simd, wide
 from octavo.kernels.cpu.runtime import compiled
 
 
@@ -53,6 +53,20 @@ def keep(source, first, last, result):
 
 
 @compiled()
+def wide_exp2_all(x, result):
+    for i in range(0, x.shape[0], simd.WIDTH):
+        wide.wide_store(result, i, simd.vexp2(wide.wide_load(x, i)))
+
+
+@compiled()
+def between(source, low, x, high, result):
+    bounds = wide.wide_load(low, 0), wide.wide_load(high, 0)
+    kept = wide.wide_between(wide.wide_load(source, 0), bounds[0], wide.wide_splat(x), bounds[1])
+    wide.wide_store(result, 0, kept)
+    wide.wide_store(result, simd.WIDTH, wide.wide_finite_or_zero(kept))
+
+
+@compiled()
 def take_numbers(counter, taken):
     for i in range(taken.shape[0]):
         taken[i] = simd.fetch_add(counter, 3)
@@ -64,6 +78,9 @@ def test_exp2_is_within_two_units_in_the_last_place() -> None:
     exp2_all(x, result)
     exact = np.exp2(x.astype(np.float64))
     assert np.abs((result - exact) / exact).max() < 2 * 2.0**-23
+    of_wide = np.empty_like(x)
+    wide_exp2_all(x, of_wide)
+    np.testing.assert_array_equal(of_wide, result)
 
 
 def test_exp2_at_the_edges() -> None:
@@ -112,6 +129,17 @@ def test_keep_masks_outside_the_range_even_nan(first: int, last: int) -> None:
     result = np.empty(8, np.float32)
     keep(source, first, last, result)
     np.testing.assert_array_equal(result, np.where(inside, 5.0, -np.inf))
+
+
+def test_between_masks_each_lane_by_its_own_bounds_even_nan() -> None:
+    lane = np.arange(simd.WIDTH, dtype=np.float32)
+    low, high = lane - 4, lane + 2
+    inside = (low <= 3) & (high > 3)
+    source = np.where(inside, 5.0, np.nan).astype(np.float32)
+    result = np.empty(2 * simd.WIDTH, np.float32)
+    between(source, low, 3.0, high, result)
+    np.testing.assert_array_equal(result[: simd.WIDTH], np.where(inside, 5.0, -np.inf))
+    np.testing.assert_array_equal(result[simd.WIDTH :], np.where(inside, 5.0, 0.0))
 
 
 def test_fetch_add_returns_the_value_before() -> None:
