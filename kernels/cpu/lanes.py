@@ -243,7 +243,8 @@ def attend_lanes(
     values_at = key_tile.shape[0] // 2
     end_block = (seen[1] + block_size - 1) // block_size
     last_row = first_row + rows - 1
-    reach = window if window > 0 else position + 1 + int(tokens[last_row])
+    # Without a window farther back than the first key, whichever of these sequences has the most tokens.
+    reach = window if window > 0 else position + 1 + rows
     for begin in range(seen[0] // tile_keys * tile_keys, seen[1], tile_keys):
         low, high = max(seen[0] - begin, 0), min(seen[1] - begin, tile_keys)
         first_block = begin // block_size

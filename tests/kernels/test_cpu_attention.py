@@ -14,10 +14,11 @@ from octavo.kernels import dispatch, reference
 from .batches import Batch, Shape, ragged_batch
 
 TOLERANCE = {
-    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
+    # A score of 40 is off by 2e-6 in float32, and its weight by as much of itself.
+    torch.float32: {"rtol": 2e-5, "atol": 6e-6},
     # One unit in the last place: float32 and float64 may round to different neighbours.
-    torch.bfloat16: {"rtol": 2**-7, "atol": 2e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 6e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 6e-6},
 }
 
 

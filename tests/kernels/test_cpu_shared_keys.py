@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import dispatch
@@ -67,6 +67,15 @@ sequences = st.lists(
     sliding_window=st.one_of(st.none(), st.none(), st.integers(1, 700)),
     softcap=st.one_of(st.none(), st.floats(0.5, 50.0)),
     seed=st.integers(0, 2**32 - 1),
+)
+# Chunks of unlike lengths behind the same keys, under a soft cap, whose rows are masked one by one.
+@example(
+    shape=Shape(heads=16, kv_heads=2, head_dim=8, block_size=8, dtype=torch.float32),
+    sequences=[(1, 1), (1, 1), (5, 5), (2, 402), (1, 1), (1, 1), (1, 1), (1, 1), (2, 721), (5, 1185)],
+    relations=[(0, 0)] * 9 + [(3, 20)],
+    sliding_window=None,
+    softcap=1.0,
+    seed=0,
 )
 def test_whatever_is_shared_changes_no_bit(
     shape: Shape,
