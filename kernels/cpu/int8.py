@@ -1,6 +1,6 @@
 """Products of int8 weights with rows that are made int8 first, on CPUs with VNNI.
 
-A row's numbers get one scale for each of their groups of `GROUP_MAX` words (192 inputs), by which a group's sums are
+A row's numbers get one scale for each of their groups of `GROUP_MAX` words (64 inputs), by which a group's sums are
 multiplied before the groups are added up in float32: one number that is much larger than the others then costs its own
 group digits, and no other. Sums of a group are exact. They are of bytes without sign, 128 more than what is meant, by
 weights with sign, as the instruction wants it; so they begin at -128 times the sum of the group's weights.
