@@ -15,8 +15,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from octavo.kernels.cpu.emit import BYTE, FLOAT, INT, WORD, Loop, floats_at, load, prefetch, store
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, cgutils, intrinsic, multiply_add
+from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, floats, intrinsic, multiply_add, splat
 
 _KEYS = 4
 """Whose scores are summed up lane by lane together: four of float32 are what is stored at once."""
@@ -26,63 +27,9 @@ STRIP = _STRIP * WIDTH
 ROWS = 4 if HAS_AVX512 else 3
 """That stay in registers: 16 of 32 hold sums, or 12 of 16."""
 
-_FLOAT, _INT, _BYTE, _LANE = ir.FloatType(), ir.IntType(64), ir.IntType(8), ir.IntType(32)
-_VECTOR = ir.VectorType(_FLOAT, WIDTH)
-_ZERO = ir.Constant(_VECTOR, [0.0] * WIDTH)
-
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_LANE, len(lanes)), lanes))
-
-
-def _load(builder: Any, place: Any, offset: Any) -> Any:
-    at = builder.bitcast(builder.gep(place, [offset]), _VECTOR.as_pointer())
-    value = builder.load(at)
-    value.align = 4
-    return value
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, _LANE(0))
-    return _shuffle(builder, first, first, [0] * WIDTH)
-
-
-def _ask(builder: Any, place: Any) -> None:
-    """Prefetch for reading, into the second-level cache, as data."""
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [place.type, _LANE, _LANE, _LANE]),
-        "llvm.prefetch.p0",
-    )
-    builder.call(function, [place, _LANE(0), _LANE(2), _LANE(1)])
-
-
-class _Loop:
-    """for index in range(0, end, step), with more values that change at each turn; `end` is at least 1.
-
-    Made, it stands at the body's begin: emit that by `index` and `values`, then `close` it with the next values.
-    """
-
-    def __init__(self, builder: Any, end: Any, step: int, begins: list[Any]) -> None:
-        self._builder, self._end, self._step = builder, end, step
-        before = builder.block
-        self._body, self._after = (builder.append_basic_block(name) for name in ("turn", "done"))
-        builder.branch(self._body)
-        builder.position_at_end(self._body)
-        self.index = builder.phi(_INT)
-        self.index.add_incoming(_INT(0), before)
-        self.values = [builder.phi(begin.type) for begin in begins]
-        for value, begin in zip(self.values, begins, strict=True):
-            value.add_incoming(begin, before)
-
-    def close(self, following: list[Any]) -> None:
-        builder = self._builder
-        index = builder.add(self.index, _INT(self._step))
-        self.index.add_incoming(index, builder.block)
-        for value, next_value in zip(self.values, following, strict=True):
-            value.add_incoming(next_value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", index, self._end), self._body, self._after)
-        builder.position_at_end(self._after)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(WORD, len(lanes)), lanes))
 
 
 def _sum_each(builder: Any, vectors: list[Any]) -> Any:
@@ -110,20 +57,20 @@ def _make_dot(rows: int) -> Any:
         queries_at, queries_stride, block_at, block_stride, scores_at, scores_stride, *rest = args
         keys, depth, ahead_at, ahead_step = rest
         queries, block, scores = (
-            builder.inttoptr(at, _FLOAT.as_pointer()) for at in (queries_at, block_at, scores_at)
+            builder.inttoptr(at, FLOAT.as_pointer()) for at in (queries_at, block_at, scores_at)
         )
-        query_rows = [builder.gep(queries, [builder.mul(queries_stride, _INT(row))]) for row in range(rows)]
-        score_rows = [builder.gep(scores, [builder.mul(scores_stride, _INT(row))]) for row in range(rows)]
-        four = _Loop(builder, keys, _KEYS, [builder.inttoptr(ahead_at, _BYTE.as_pointer())])
+        query_rows = [builder.gep(queries, [builder.mul(queries_stride, INT(row))]) for row in range(rows)]
+        score_rows = [builder.gep(scores, [builder.mul(scores_stride, INT(row))]) for row in range(rows)]
+        four = Loop(builder, keys, _KEYS, [builder.inttoptr(ahead_at, BYTE.as_pointer())])
         (ahead,) = four.values
         sums = []
         for key in range(_KEYS):
-            key_at = builder.gep(block, [builder.mul(builder.add(four.index, _INT(key)), block_stride)])
-            one = _Loop(builder, depth, WIDTH, [ahead] + [_ZERO] * rows)
-            loaded = _load(builder, key_at, one.index)
-            _ask(builder, one.values[0])
+            key_at = builder.gep(block, [builder.mul(builder.add(four.index, INT(key)), block_stride)])
+            one = Loop(builder, depth, WIDTH, [ahead] + [floats(0.0, WIDTH)] * rows)
+            loaded = load(builder, floats_at(builder, key_at, one.index))
+            prefetch(builder, one.values[0])
             totals = [
-                multiply_add(builder, _load(builder, row, one.index), loaded, total)
+                multiply_add(builder, load(builder, floats_at(builder, row, one.index)), loaded, total)
                 for row, total in zip(query_rows, one.values[1:], strict=True)
             ]
             ahead = builder.gep(one.values[0], [ahead_step])
@@ -132,7 +79,7 @@ def _make_dot(rows: int) -> Any:
         for row, score_row in enumerate(score_rows):
             total = _sum_each(builder, [totals[row] for totals in sums])
             place = builder.bitcast(builder.gep(score_row, [four.index]), total.type.as_pointer())
-            builder.store(total, place).align = 4
+            store(builder, total, place)
         four.close([ahead])
         return context.get_dummy_value()
 
@@ -152,37 +99,31 @@ def _make_weigh(rows: int) -> Any:
         weights_at, weights_stride, block_at, block_stride, output_at, output_stride, *rest = args
         keys, ahead_at, ahead_step = rest
         weights, block, output = (
-            builder.inttoptr(at, _FLOAT.as_pointer()) for at in (weights_at, block_at, output_at)
+            builder.inttoptr(at, FLOAT.as_pointer()) for at in (weights_at, block_at, output_at)
         )
-        weight_rows = [builder.gep(weights, [builder.mul(weights_stride, _INT(row))]) for row in range(rows)]
+        weight_rows = [builder.gep(weights, [builder.mul(weights_stride, INT(row))]) for row in range(rows)]
         places = [
-            builder.bitcast(
-                builder.gep(output, [builder.add(builder.mul(output_stride, _INT(row)), _INT(v * WIDTH))]),
-                _VECTOR.as_pointer(),
-            )
+            floats_at(builder, output, builder.add(builder.mul(output_stride, INT(row)), INT(v * WIDTH)))
             for row in range(rows)
             for v in range(_STRIP)
         ]
-        earlier = []
-        for place in places:
-            earlier.append(builder.load(place))
-            earlier[-1].align = 4
-        loop = _Loop(builder, keys, 1, [builder.inttoptr(ahead_at, _BYTE.as_pointer()), *earlier])
+        earlier = [load(builder, place) for place in places]
+        loop = Loop(builder, keys, 1, [builder.inttoptr(ahead_at, BYTE.as_pointer()), *earlier])
         ahead, *sums = loop.values
         value_at = builder.gep(block, [builder.mul(loop.index, block_stride)])
         values = []
         for v in range(_STRIP):
-            values.append(_load(builder, value_at, _INT(v * WIDTH)))
-            _ask(builder, ahead)
+            values.append(load(builder, floats_at(builder, value_at, INT(v * WIDTH))))
+            prefetch(builder, ahead)
             ahead = builder.gep(ahead, [ahead_step])
         totals = []
         for row, weight_row in enumerate(weight_rows):
-            weight = _splat(builder, builder.load(builder.gep(weight_row, [loop.index])))
+            weight = splat(builder, builder.load(builder.gep(weight_row, [loop.index])), WIDTH)
             for v, value in enumerate(values):
                 totals.append(multiply_add(builder, weight, value, sums[row * _STRIP + v]))
         loop.close([ahead, *totals])
         for place, total in zip(places, totals, strict=True):
-            builder.store(total, place).align = 4
+            store(builder, total, place)
         return context.get_dummy_value()
 
     def typed(

@@ -18,8 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange, types
-from numba.extending import overload
+from numba import prange
 
 from octavo.kernels.cpu.elementwise import vsilu
 from octavo.kernels.cpu.memory import float32_at
@@ -80,7 +79,7 @@ def _finish(
 
     out           (array, offset of the first, row stride)
     bias          float32 [panels * PANEL], from `first_output` on; an empty array for none
-    int8          as in `multiply`: sums are multiplied by the outputs' scales first
+    int8          as in `multiply_kernel`: sums are multiplied by the outputs' scales first
     silu          the outputs are SiLU of the first half of each row times its second half
     """
     array, at, stride = out
@@ -105,22 +104,14 @@ def _finish(
             array[place + column] = sums[first + column]
 
 
+@compiled()
 def _tile_scales(int8: Any, panel: int, row: int, part: int, num_parts: int) -> Any:
-    """What `multiply_tile` wants of `int8` (as in `multiply`) for a tile that begins at `row`."""
-    raise NotImplementedError("for compiled code")
-
-
-@overload(_tile_scales)
-def _compile_tile_scales(int8: Any, panel: int, row: int, part: int, num_parts: int) -> Any:
-    def none(int8: Any, panel: int, row: int, part: int, num_parts: int) -> None:
+    """What `multiply_tile` wants of `int8` (as in `multiply_kernel`) for a tile that begins at `row`."""
+    if int8 is None:
         return None
-
-    def addresses(int8: Any, panel: int, row: int, part: int, num_parts: int) -> tuple[int, int, int]:
-        x_scales_at, begins_at, _ = int8
-        begin_at = begins_at + (panel * num_parts + part) * PANEL * 4
-        return begin_at, x_scales_at + (row * num_parts + part) * 4, num_parts * 4
-
-    return none if isinstance(int8, types.NoneType) else addresses
+    x_scales_at, begins_at, _ = int8
+    begin_at = begins_at + (panel * num_parts + part) * PANEL * 4
+    return begin_at, x_scales_at + (row * num_parts + part) * 4, num_parts * 4
 
 
 @compiled()
@@ -136,7 +127,7 @@ def _multiply_item(
     int8: Any,
     sums: Any,
 ) -> None:
-    """Rows (begin, end) by one panel; see `multiply` for the rest. sums float32 [rows * PANEL] is scratch."""
+    """Rows (begin, end) by one panel; see `multiply_kernel` for the rest. sums float32 [rows * PANEL] is scratch."""
     begin, end = rows
     weight_at, depth, num_outputs = weight
     array, out_stride = out
@@ -223,7 +214,7 @@ def _work_together(
 
 
 @compiled()
-def multiply(
+def multiply_kernel(
     num_rows: int,
     x: tuple[int, int],
     weight: tuple[int, int, int],
@@ -260,17 +251,3 @@ def multiply(
         _work(counter, groups, num_rows, x, weight, out, bias, silu, int8)
     else:
         _work_together(threads, counter, groups, num_rows, x, weight, out, bias, silu, int8)
-
-
-@compiled()
-def multiply_kernel(
-    num_rows: int,
-    x: tuple[int, int],
-    weight: tuple[int, int, int],
-    out_at: int,
-    bias_at: int,
-    silu: bool,
-    threads: int,
-) -> None:
-    """`multiply` in float32."""
-    multiply(num_rows, x, weight, out_at, bias_at, silu, threads, None)

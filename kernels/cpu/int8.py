@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 
 from octavo.kernels.cpu.elementwise import ALONE_ELEMENTS, share
-from octavo.kernels.cpu.gemm import GROUP_MAX, count_parts, multiply, part_begin
+from octavo.kernels.cpu.gemm import GROUP_MAX, count_parts, multiply_kernel, part_begin
 from octavo.kernels.cpu.memory import float32_at
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import (
@@ -95,7 +95,7 @@ def _multiply_quantised(
     # each in the other's way.
     array, stride = quantised
     int8 = (scales.ctypes.data, begins_at, scales_at)
-    multiply(num_rows, (array.ctypes.data, stride // 4), weight, out_at, bias_at, silu, threads, int8)
+    multiply_kernel(num_rows, (array.ctypes.data, stride // 4), weight, out_at, bias_at, silu, threads, int8)
 
 
 @compiled()
@@ -109,7 +109,7 @@ def multiply_int8_kernel(
     silu: bool,
     threads: int,
 ) -> None:
-    """out float32 [num_rows, N] = x float32 [num_rows, size], quantised, @ weight; see `gemm.multiply`.
+    """out float32 [num_rows, N] = x float32 [num_rows, size], quantised, @ weight; see `gemm.multiply_kernel`.
 
     x       (address, row stride in elements)
     weight  (address of int8 [panels, ceil(size / 4), PANEL, 4], address of int32 [panels, groups, PANEL]: where sums

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 
+from octavo.kernels.cpu.emit import FLOAT, INT, Loop, floats_at, load, store
 from octavo.kernels.cpu.runtime import compiled
 from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, floats, intrinsic, multiply_add, splat
 
@@ -24,8 +24,6 @@ PANEL = VECTORS * WIDTH
 TOGETHER = 4
 """Keys of a score product, or numbers of each value, that are multiplied at once; lengths are multiples of it."""
 
-_FLOAT, _INT = ir.FloatType(), ir.IntType(64)
-
 
 def _make_product(vectors: int, by_column: bool) -> Any:
     """sums[4, lanes] = x[4, depth] @ panel[depth, lanes], of arguments (x, stride of x, panel, sums, depth, shrink).
@@ -33,61 +31,38 @@ def _make_product(vectors: int, by_column: bool) -> Any:
     All but the stride and depth are addresses; panel and sums have rows of `PANEL`. by_column: x[i, k] lies at
     k * stride + i, instead of at i * stride + k, and sums begin as shrink[lanes] times what is there.
     """
-    vector = ir.VectorType(_FLOAT, WIDTH)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_at, stride, panel_at, sums_at, depth, shrink_at = args
         x, panel, sums, shrink = (
-            builder.inttoptr(at, _FLOAT.as_pointer()) for at in (x_at, panel_at, sums_at, shrink_at)
+            builder.inttoptr(at, FLOAT.as_pointer()) for at in (x_at, panel_at, sums_at, shrink_at)
         )
 
-        def place(base: Any, offset: int) -> Any:
-            return builder.bitcast(builder.gep(base, [_INT(offset)]), vector.as_pointer())
+        def vector_at(base: Any, offset: int) -> Any:
+            return floats_at(builder, base, INT(offset))
 
-        def load(base: Any, offset: int) -> Any:
-            value = builder.load(place(base, offset))
-            value.align = 4
-            return value
-
-        row_step, step = (_INT(1), stride) if by_column else (stride, _INT(1))
-        before = builder.block
-        loop, done = builder.append_basic_block("products"), builder.append_basic_block("store")
-        builder.branch(loop)
-
-        builder.position_at_end(loop)
-        left, x_k, panel_k = builder.phi(_INT), builder.phi(x.type), builder.phi(panel.type)
-        totals = [[builder.phi(vector) for _ in range(vectors)] for _ in range(TOGETHER)]
-        left.add_incoming(depth, before)
-        x_k.add_incoming(x, before)
-        panel_k.add_incoming(panel, before)
-        for row in totals:
-            for total in row:
-                total.add_incoming(floats(0.0, WIDTH), before)
-        lanes = [load(panel_k, v * WIDTH) for v in range(vectors)]
+        row_step, step = (INT(1), stride) if by_column else (stride, INT(1))
+        zeros = [floats(0.0, WIDTH)] * (TOGETHER * vectors)
+        loop = Loop(builder, depth, 1, [x, panel, *zeros])
+        x_k, panel_k, *totals = loop.values
+        lanes = [load(builder, vector_at(panel_k, v * WIDTH)) for v in range(vectors)]
         following = []
-        for i, row in enumerate(totals):
-            number = builder.load(builder.gep(x_k, [builder.mul(row_step, _INT(i))]))
+        for i in range(TOGETHER):
+            number = builder.load(builder.gep(x_k, [builder.mul(row_step, INT(i))]))
             factor = splat(builder, number, WIDTH)
-            following.append(
-                [multiply_add(builder, factor, lane, total) for lane, total in zip(lanes, row, strict=True)]
-            )
-        next_left = builder.sub(left, _INT(1))
-        left.add_incoming(next_left, builder.block)
-        x_k.add_incoming(builder.gep(x_k, [step]), builder.block)
-        panel_k.add_incoming(builder.gep(panel_k, [_INT(PANEL)]), builder.block)
-        for row, row_following in zip(totals, following, strict=True):
-            for total, value in zip(row, row_following, strict=True):
-                total.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed(">", next_left, _INT(0)), loop, done)
+            own = totals[i * vectors : (i + 1) * vectors]
+            following += [
+                multiply_add(builder, factor, lane, total) for lane, total in zip(lanes, own, strict=True)
+            ]
+        loop.close([builder.gep(x_k, [step]), builder.gep(panel_k, [INT(PANEL)]), *following])
 
-        builder.position_at_end(done)
-        kept = [load(shrink, v * WIDTH) for v in range(vectors)] if by_column else []
-        for i, row_following in enumerate(following):
-            for v, value in enumerate(row_following):
-                offset = i * PANEL + v * WIDTH
-                if by_column:
-                    value = multiply_add(builder, load(sums, offset), kept[v], value)
-                builder.store(value, place(sums, offset)).align = 4
+        kept = [load(builder, vector_at(shrink, v * WIDTH)) for v in range(vectors)] if by_column else []
+        for number, value in enumerate(following):
+            i, v = divmod(number, vectors)
+            place = vector_at(sums, i * PANEL + v * WIDTH)
+            if by_column:
+                value = multiply_add(builder, load(builder, place), kept[v], value)
+            store(builder, value, place)
         return context.get_dummy_value()
 
     def typed(

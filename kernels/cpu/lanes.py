@@ -46,16 +46,13 @@ def whole_panels(rows: int) -> int:
 
 @compiled()
 def new_lanes(rows: int, block_size: int, head_dim: int) -> Lanes:
-    """Buffers of `attend_lanes`, empty for no rows.
+    """Buffers of `attend_lanes`, next to nothing for no rows.
 
     queries and output [panels, depth, PANEL]; maxima, sums and tokens [panels, PANEL]; of one key tile the scores
     [keys, PANEL], what outputs shrink by [PANEL], keys and values [2, keys, depth]
     """
-    if rows == 0:
-        nothing = np.empty(0, np.float32)
-        return nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing
     lanes, depth = whole_panels(rows), round_up(head_dim)
-    keys = round_up(key_tile_blocks(block_size) * block_size)
+    keys = round_up(key_tile_blocks(block_size) * block_size) if rows > 0 else 0
     return (
         np.empty(lanes * depth, np.float32),
         np.empty(lanes * depth, np.float32),

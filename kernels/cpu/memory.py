@@ -12,8 +12,9 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 
+from octavo.kernels.cpu import emit
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import cgutils, intrinsic
+from octavo.kernels.cpu.simd import intrinsic
 
 
 @intrinsic
@@ -49,15 +50,8 @@ def _make_prefetch(write: bool) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(array)(context, builder, args[0]).data
-            place = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-            number = ir.IntType(32)
-            function = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(ir.VoidType(), [place.type, number, number, number]),
-                "llvm.prefetch.p0",
-            )
-            # Into the second-level cache to read, into the first to write; as data.
-            builder.call(function, [place, number(int(write)), number(3 if write else 2), number(1)])
+            place = builder.bitcast(builder.gep(data, [args[1]]), emit.BYTE.as_pointer())
+            emit.prefetch(builder, place, write=write)
             return context.get_dummy_value()
 
         return types.none(array, types.intp), generate

@@ -278,6 +278,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
             bias_at,
             weight.gated,
             runtime.thread_count(),
+            None,
         )
 
 

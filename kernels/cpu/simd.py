@@ -98,7 +98,8 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any
     return builder.bitcast(builder.gep(data, [offset]), pointee.as_pointer())
 
 
-def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, loaded: ir.Type) -> Any:
+def load_from(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, loaded: ir.Type) -> Any:
+    """LLVM's value of the type `loaded` from array[offset] on."""
     value = builder.load(address(context, builder, array_type, array, offset, loaded))
     value.align = array_type.dtype.bitwidth // 8
     return value
@@ -129,9 +130,9 @@ def _widen(builder: Any, bits: Any, dtype: Any) -> Any:
 
 def _load_widened(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     if array_type.dtype == types.float32:
-        return _load(context, builder, array_type, array, offset, _F32X8)
+        return load_from(context, builder, array_type, array, offset, _F32X8)
     narrow = ir.VectorType(_lane(array_type), LANES)
-    return _widen(builder, _load(context, builder, array_type, array, offset, narrow), array_type.dtype)
+    return _widen(builder, load_from(context, builder, array_type, array, offset, narrow), array_type.dtype)
 
 
 def _lane(array_type: Any) -> ir.Type:
@@ -188,7 +189,7 @@ def vload_splat(typing_context: Any, array: Any, offset: Any) -> Any:
     """array[offset], float32, in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return splat(builder, _load(context, builder, array, args[0], args[1], _F32))
+        return splat(builder, load_from(context, builder, array, args[0], args[1], _F32))
 
     return f32x8(array, types.intp), generate
 

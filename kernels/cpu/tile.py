@@ -14,12 +14,23 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from octavo.kernels.cpu.emit import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    INT,
+    WORD,
+    WORDS,
+    Loop,
+    load,
+    prefetch,
+    store,
+)
 from octavo.kernels.cpu.runtime import compiled
-from octavo.kernels.cpu.simd import HAS_AVX512, cgutils, intrinsic, multiply_add
+from octavo.kernels.cpu.simd import HAS_AVX512, WIDTH, cgutils, floats, intrinsic, multiply_add, splat
 
-_WIDTH = 16 if HAS_AVX512 else 8
 _VECTORS = 4 if HAS_AVX512 else 2
-PANEL = _WIDTH * _VECTORS
+PANEL = WIDTH * _VECTORS
 """Outputs of a panel, a multiple of 8. With `TILE_ROWS` rows 24 of 32 registers hold sums, or 12 of 16."""
 TILE_ROWS = 6
 
@@ -28,36 +39,21 @@ LINE = 64
 LINES_OF_OUTPUTS = PANEL * 4 // LINE
 """Cache lines that hold a panel's words of one step."""
 
-_FLOAT, _INT, _BYTE, _WORD = ir.FloatType(), ir.IntType(64), ir.IntType(8), ir.IntType(32)
-_FLOATS, _WORDS = ir.VectorType(_FLOAT, _WIDTH), ir.VectorType(_WORD, _WIDTH)
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(ir.VectorType(scalar.type, _WIDTH), ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _WORD(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * _WIDTH))
-
 
 def _vectors_at(builder: Any, address: Any, vector: Any) -> list[Any]:
     """Pointers to a panel's vectors from `address` on."""
     first = builder.inttoptr(address, vector.as_pointer())
-    return [builder.gep(first, [_INT(v)]) for v in range(_VECTORS)]
-
-
-def _load(builder: Any, place: Any) -> Any:
-    value = builder.load(place)
-    value.align = 4
-    return value
+    return [builder.gep(first, [INT(v)]) for v in range(_VECTORS)]
 
 
 class _Float32:
     """x float32, panel float32 [depth, PANEL]: sums of products."""
 
-    lane, vector = _FLOAT, _FLOATS
+    lane, vector = FLOAT, FLOATS
 
     @staticmethod
     def initial(builder: Any, int8: tuple[Any, ...]) -> list[Any]:
-        return [ir.Constant(_FLOATS, [0.0] * _WIDTH)] * _VECTORS
+        return [floats(0.0, WIDTH)] * _VECTORS
 
     multiply = staticmethod(multiply_add)
 
@@ -74,17 +70,17 @@ class _Int8:
     `int8` is (address of int32 [PANEL]: where the sums begin, address of the first row's scale, bytes to the next).
     """
 
-    lane, vector = _WORD, _WORDS
+    lane, vector = WORD, WORDS
 
     @staticmethod
     def initial(builder: Any, int8: tuple[Any, ...]) -> list[Any]:
-        return [_load(builder, place) for place in _vectors_at(builder, int8[0], _WORDS)]
+        return [load(builder, place) for place in _vectors_at(builder, int8[0], WORDS)]
 
     @staticmethod
     def multiply(builder: Any, factor: Any, weight: Any, total: Any) -> Any:
         # Since LLVM 22 the factors are vectors of bytes; it takes older code, which every version reads.
         function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_WORDS, [_WORDS] * 3), "llvm.x86.avx512.vpdpbusd.512"
+            builder.module, ir.FunctionType(WORDS, [WORDS] * 3), "llvm.x86.avx512.vpdpbusd.512"
         )
         return builder.call(function, [total, factor, weight])
 
@@ -92,10 +88,10 @@ class _Int8:
     def finish(
         builder: Any, row: int, totals: list[Any], earlier: list[Any], int8: tuple[Any, ...]
     ) -> list[Any]:
-        place = builder.add(int8[1], builder.mul(int8[2], _INT(row)))
-        scale = _splat(builder, builder.load(builder.inttoptr(place, _FLOAT.as_pointer())))
+        place = builder.add(int8[1], builder.mul(int8[2], INT(row)))
+        scale = splat(builder, builder.load(builder.inttoptr(place, FLOAT.as_pointer())), WIDTH)
         return [
-            multiply_add(builder, builder.sitofp(total, _FLOATS), scale, sums)
+            multiply_add(builder, builder.sitofp(total, FLOATS), scale, sums)
             for sums, total in zip(earlier, totals, strict=True)
         ]
 
@@ -115,62 +111,32 @@ def _generate_tile(builder: Any, form: Any, rows: int, numbers: list[Any]) -> No
         resume,
         *int8,
     ) = numbers
-    vector = form.vector
     x, panel = (builder.inttoptr(at, form.lane.as_pointer()) for at in (x_at, panel_at))
-    ahead = builder.inttoptr(ahead_at, _BYTE.as_pointer())
-    prefetch = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [ahead.type, _WORD, _WORD, _WORD]),
-        "llvm.prefetch.p0",
-    )
-    x_rows = [builder.gep(x, [builder.mul(x_stride, _INT(row))]) for row in range(rows)]
+    x_rows = [builder.gep(x, [builder.mul(x_stride, INT(row))]) for row in range(rows)]
     initial = form.initial(builder, int8)
-    before = builder.block
-    loop, done = builder.append_basic_block("products"), builder.append_basic_block("store")
-    builder.branch(loop)
-
-    builder.position_at_end(loop)
-    k, ahead_k = builder.phi(_INT), builder.phi(ahead.type)
-    totals = [[builder.phi(vector) for _ in range(_VECTORS)] for _ in range(rows)]
-    k.add_incoming(_INT(0), before)
-    ahead_k.add_incoming(ahead, before)
-    for row in totals:
-        for total, value in zip(row, initial, strict=True):
-            total.add_incoming(value, before)
-    panel_k = builder.ptrtoint(builder.gep(panel, [builder.mul(k, panel_stride)]), _INT)
-    weights = [_load(builder, place) for place in _vectors_at(builder, panel_k, vector)]
+    loop = Loop(builder, depth, 1, [builder.inttoptr(ahead_at, BYTE.as_pointer()), *initial * rows])
+    ahead, *totals = loop.values
+    panel_k = builder.ptrtoint(builder.gep(panel, [builder.mul(loop.index, panel_stride)]), INT)
+    weights = [load(builder, place) for place in _vectors_at(builder, panel_k, form.vector)]
     for part in range(LINES_OF_OUTPUTS):
-        # For reading, into the second-level cache, as data.
-        place = builder.gep(ahead_k, [builder.mul(ahead_step, _INT(part))])
-        builder.call(prefetch, [place, _WORD(0), _WORD(2), _WORD(1)])
+        prefetch(builder, builder.gep(ahead, [builder.mul(ahead_step, INT(part))]))
     following = []
-    for x_row, row in zip(x_rows, totals, strict=True):
-        factor = _splat(builder, _load(builder, builder.gep(x_row, [k])))
-        following.append(
-            [
-                form.multiply(builder, factor, weight, total)
-                for weight, total in zip(weights, row, strict=True)
-            ]
-        )
-    next_k = builder.add(k, _INT(1))
-    next_ahead = builder.gep(ahead_k, [builder.mul(ahead_step, _INT(LINES_OF_OUTPUTS))])
-    k.add_incoming(next_k, builder.block)
-    ahead_k.add_incoming(next_ahead, builder.block)
-    for row, row_following in zip(totals, following, strict=True):
-        for total, value in zip(row, row_following, strict=True):
-            total.add_incoming(value, builder.block)
-    builder.cbranch(builder.icmp_signed("<", next_k, depth), loop, done)
+    for row, x_row in enumerate(x_rows):
+        factor = splat(builder, load(builder, builder.gep(x_row, [loop.index])), WIDTH)
+        own = totals[row * _VECTORS : (row + 1) * _VECTORS]
+        following += [
+            form.multiply(builder, factor, weight, total) for weight, total in zip(weights, own, strict=True)
+        ]
+    loop.close([builder.gep(ahead, [builder.mul(ahead_step, INT(LINES_OF_OUTPUTS))]), *following])
 
-    builder.position_at_end(done)
     resumes = builder.trunc(resume, ir.IntType(1))
-    zero = ir.Constant(_FLOATS, [0.0] * _WIDTH)
-    for number, row_following in enumerate(following):
-        row_at = builder.add(sums_at, builder.mul(sums_stride, _INT(4 * number)))
-        places = _vectors_at(builder, row_at, _FLOATS)
-        earlier = [builder.select(resumes, _load(builder, place), zero) for place in places]
-        values = form.finish(builder, number, row_following, earlier, int8)
-        for place, value in zip(places, values, strict=True):
-            builder.store(value, place).align = 4
+    for row in range(rows):
+        row_at = builder.add(sums_at, builder.mul(sums_stride, INT(4 * row)))
+        places = _vectors_at(builder, row_at, FLOATS)
+        earlier = [builder.select(resumes, load(builder, place), floats(0.0, WIDTH)) for place in places]
+        own = following[row * _VECTORS : (row + 1) * _VECTORS]
+        for place, value in zip(places, form.finish(builder, row, own, earlier, int8), strict=True):
+            store(builder, value, place)
 
 
 @intrinsic
@@ -197,7 +163,7 @@ def _tiles(
         blocks = [builder.append_basic_block(f"rows.{count}") for count in range(1, TILE_ROWS + 1)]
         choice = builder.switch(args[0], blocks[0])
         for count, block in enumerate(blocks, start=1):
-            choice.add_case(_INT(count), block)
+            choice.add_case(INT(count), block)
             builder.position_at_end(block)
             _generate_tile(builder, form, count, numbers)
             builder.branch(done)

@@ -18,6 +18,7 @@ from octavo.kernels.cpu.simd import (
     f32x8,
     floats,
     intrinsic,
+    load_from,
     splat,
 )
 
@@ -30,9 +31,7 @@ def wide_load(typing_context: Any, array: Any, offset: Any) -> Any:
     """array[offset : offset + WIDTH]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(address(context, builder, array, args[0], args[1], _WIDE))
-        value.align = 4
-        return value
+        return load_from(context, builder, array, args[0], args[1], _WIDE)
 
     return f32wide(array, types.intp), generate
 

@@ -15,26 +15,30 @@ SIZES = st.one_of(
     st.integers(1, 3 * PANEL), st.sampled_from([PANEL, 2 * PANEL, gemm.DEPTH_MAX, gemm.DEPTH_MAX + 1])
 )
 ROWS = st.one_of(st.integers(1, 3 * TILE_ROWS), st.integers(gemm.ROWS_MAX - 1, 2 * gemm.ROWS_MAX + 1))
+OF_ANY_SIZE = {
+    "rows": ROWS,
+    "spare": st.integers(0, 5),
+    "bias": st.booleans(),
+    "gated": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+"""What a product's test is given beside the sizes of the weight."""
+
+
+def rows_of_wider(rows: int, inputs: int, spare: int) -> torch.Tensor:
+    """Rows of a wider tensor, whose other numbers must not be read."""
+    return torch.full((rows, inputs + spare), torch.nan)[:, :inputs].copy_(torch.randn(rows, inputs))
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=ROWS,
-    outputs=SIZES,
-    inputs=SIZES,
-    spare=st.integers(0, 5),
-    bias=st.booleans(),
-    gated=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@given(outputs=SIZES, inputs=SIZES, **OF_ANY_SIZE)
 def test_products_of_every_shape(
     rows: int, outputs: int, inputs: int, spare: int, bias: bool, gated: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(2 * outputs if gated else outputs, inputs)
     own_bias = torch.randn(len(weight)) if bias else None
-    # Rows of a wider tensor, whose other numbers must not be read.
-    x = torch.full((rows, inputs + spare), torch.nan)[:, :inputs].copy_(torch.randn(rows, inputs))
+    x = rows_of_wider(rows, inputs, spare)
     got = dispatch.multiply(x, dispatch.pack_weight(weight, own_bias, gated=gated))
     expected = reference.multiply(x, weight, own_bias, gated=gated)
     assert got.shape == (rows, outputs)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from octavo.kernels import dispatch, reference
 from octavo.kernels.cpu import gemm
-from octavo.kernels.cpu.tile import LINE, PANEL, TILE_ROWS
+from octavo.kernels.cpu.tile import LINE, PANEL
+
+from .test_cpu_gemm import OF_ANY_SIZE, rows_of_wider
 
 pytestmark = pytest.mark.skipif(
     not dispatch.has_int8_products(), reason="this CPU (or NUMBA_CPU_FEATURES) has no AVX-512 VNNI"
@@ -19,27 +21,18 @@ pytestmark = pytest.mark.skipif(
 
 GROUP_SIZE = 4 * gemm.GROUP_MAX
 SIZES = st.one_of(st.integers(1, 3 * PANEL), st.sampled_from([PANEL, 2 * PANEL, 9 * GROUP_SIZE, 577, 1536]))
-ROWS = st.one_of(st.integers(1, 3 * TILE_ROWS), st.integers(gemm.ROWS_MAX - 1, 2 * gemm.ROWS_MAX + 1))
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    rows=ROWS,
-    outputs=SIZES,
-    inputs=SIZES,
-    spare=st.integers(0, 5),
-    bias=st.booleans(),
-    gated=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@given(outputs=SIZES, inputs=SIZES, **OF_ANY_SIZE)
 def test_products_of_every_shape(
     rows: int, outputs: int, inputs: int, spare: int, bias: bool, gated: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(2 * outputs if gated else outputs, inputs) / math.sqrt(inputs)
     own_bias = torch.randn(len(weight)) if bias else None
-    # Rows of a wider tensor, whose other numbers must not be read, and of very different sizes.
-    x = torch.full((rows, inputs + spare), torch.nan)[:, :inputs].copy_(torch.randn(rows, inputs))
+    # Rows of very different sizes.
+    x = rows_of_wider(rows, inputs, spare)
     x *= 10.0 ** torch.randint(-3, 3, (rows, 1))
     got = dispatch.multiply(x, dispatch.pack_weight(weight, own_bias, gated=gated, int8=True))
     expected = reference.quantised_multiply(x, weight, own_bias, gated=gated, group_size=GROUP_SIZE)

@@ -36,12 +36,13 @@ def own_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
 
 FORMS = {PlainLinear: 1e-6, PackedLinear: 1e-5, Float16Linear: 1e-3, Int8Linear: 0.03, own_int8: 0.02}
 """And how far from float32 each may be, relative to the length of the row."""
+each_form = pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[needs_vnni] if form is own_int8 else []) for form in FORMS]
+)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[needs_vnni] if form is own_int8 else []) for form in FORMS]
-)
+@each_form
 def test_every_form_is_the_product(form: Callable[..., Linear], bias: bool) -> None:
     torch.manual_seed(3)
     weight, own_bias = torch.randn(40, 24), torch.randn(40) if bias else None
@@ -55,9 +56,7 @@ def test_every_form_is_the_product(form: Callable[..., Linear], bias: bool) -> N
         assert ((got - expected).norm(dim=1) <= FORMS[form] * expected.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[needs_vnni] if form is own_int8 else []) for form in FORMS]
-)
+@each_form
 def test_neighbours_change_a_row_by_rounding_only(form: Callable[..., Linear]) -> None:
     torch.manual_seed(4)
     linear, x = form(torch.randn(40, 24), None), torch.randn(5, 24)
